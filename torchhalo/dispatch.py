@@ -1,0 +1,311 @@
+"""Where torchhalo meets torch: the only file that touches private torch APIs.
+
+Everything that a torch release may move is imported or called here and nowhere else, and ``tests/test_dispatch.py`` fails
+loudly when one of them is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "Meta",
+    "all_to_all",
+    "as_dtensors",
+    "coordinate",
+    "disable",
+    "enable",
+    "enabled",
+    "fiber_group",
+    "local",
+    "per_rank",
+    "plain_result",
+    "redistribute",
+    "register",
+    "tracing",
+    "wrap",
+]
+
+SUPPORTED = (2, 11), (2, 16)
+
+Op = torch._ops.OpOverload
+Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], object]
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+_handlers: dict[Op, Handler] = {}
+_replaced: dict[Op, Handler | None] = {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Switching on and off
+
+
+def register(*ops: Op) -> Callable[[F], F]:
+    """Make the decorated function the handler of ``ops``, called as ``handler(op, args, kwargs)`` while torchhalo is enabled."""
+
+    def keep(handler: F) -> F:
+        _handlers.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return keep
+
+
+def _stock_handlers() -> dict[Op, Handler]:
+    """DTensor's table of per-op handlers, after checking that this torch is one that torchhalo knows."""
+    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+    needed = f"torchhalo needs torch>={low},<{high}"
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
+        raise RuntimeError(f"{needed}, this is torch {torch.__version__}: install a torch in that range")
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if not isinstance(handlers, dict):
+        raise RuntimeError(
+            f"{needed}; this torch {torch.__version__} is in the range, but its DTensor has no "
+            "`_op_dispatcher._custom_op_handlers` to add ops to: it is not a release build that torchhalo was tested with"
+        )
+    return handlers
+
+
+class _Enabled:
+    """What `enable` returns: leaving it as a context restores what was in force before the call."""
+
+    def __init__(self, was_enabled: bool):
+        self._was_enabled = was_enabled
+
+    def __enter__(self) -> _Enabled:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._was_enabled:
+            disable()
+
+
+def enable() -> _Enabled:
+    """Make DTensor's spatial ops right: install torchhalo's handlers in DTensor's dispatcher.
+
+    Calling it again changes nothing. It is also a context manager, which on leaving restores what was in force before.
+
+    Example:
+        >>> import torchhalo
+        >>> with torchhalo.enable():
+        ...     pass  # here F.conv2d on a spatially sharded DTensor gives the numbers of one device
+
+    Raises:
+        RuntimeError: This torch is outside the supported range, or its DTensor lacks what torchhalo needs.
+    """
+    handlers = _stock_handlers()
+    was_enabled = enabled()
+    if not was_enabled:
+        _replaced.update({op: handlers.get(op) for op in _handlers})
+        handlers.update(_handlers)
+    return _Enabled(was_enabled)
+
+
+def disable() -> None:
+    """Give DTensor back its own handlers. Calling it again changes nothing.
+
+    Example:
+        >>> import torchhalo
+        >>> torchhalo.disable()
+    """
+    handlers = _stock_handlers()
+    for op, handler in _replaced.items():
+        if handler is None:
+            handlers.pop(op, None)
+        else:
+            handlers[op] = handler
+    _replaced.clear()
+
+
+def enabled() -> bool:
+    """Whether torchhalo's handlers are installed.
+
+    Example:
+        >>> import torchhalo
+        >>> with torchhalo.enable():
+        ...     torchhalo.enabled()
+        True
+    """
+    return bool(_replaced)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# DTensors, below autograd
+
+
+class Meta(NamedTuple):
+    """Global shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def local(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard, without a step in the autograd graph."""
+    return tensor._local_tensor
+
+
+def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> DTensor:
+    """The DTensor with global ``meta`` of which this rank holds ``shard``."""
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor`` with other placements, by DTensor's own collectives; the same object if it has them already."""
+    spec = tensor._spec
+    if tuple(placements) == spec.placements:
+        return tensor
+    target = DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
+    return DTensor(redistribute_local_tensor(tensor._local_tensor, spec, target), target, requires_grad=False)  # type: ignore[call-arg]
+
+
+def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+    """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
+    meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
+    first, mesh = next(iter(meshes.items()))
+    for key, other in meshes.items():
+        if other != mesh:
+            raise RuntimeError(
+                f"{name}: all tensors must be on one device mesh, `{first}` is on {mesh} and `{key}` on {other}"
+            )
+    return tuple(
+        tensor if tensor is None or isinstance(tensor, DTensor) else _replicated(name, key, tensor, first, mesh)
+        for key, tensor in tensors.items()
+    )
+
+
+def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: DeviceMesh) -> DTensor:
+    if not DTensor._op_dispatcher._allow_implicit_replication:
+        raise RuntimeError(
+            f"{name}: got mixed torch.Tensor and DTensor: `{other}` is a DTensor, `{key}` (shape={tuple(tensor.shape)}) is a plain "
+            "tensor. Put the module on the mesh with torch.distributed.tensor.distribute_module(module, mesh), or the tensor "
+            "with distribute_tensor(tensor, mesh)"
+        )
+    meta = Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, meta)
+
+
+_results: dict[object, tuple[Meta | None, ...]] = {}
+
+
+def plain_result(op: Op, *args: Any) -> tuple[Meta | None, ...]:
+    """What plain torch returns for ``op`` on the whole tensors: one `Meta` per result, or the error that it raises.
+
+    Runs on fake tensors, so nothing is computed or sent, and every rank gets the same answer.
+    """
+    key = (op, *(_signature(arg) for arg in args))
+    if key not in _results:
+        with _disable_current_modes(), torch.no_grad(), _fake_mode():
+            out = op(*(_fake(arg) for arg in args))
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if len(_results) >= 4096:
+            _results.clear()
+        _results[key] = tuple(None if t is None else Meta(tuple(t.shape), t.stride(), t.dtype) for t in outs)
+    return _results[key]
+
+
+def _fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def _signature(arg: Any) -> object:
+    if isinstance(arg, DTensor):
+        return tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype, arg.device.type
+    return tuple(map(int, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+def _fake(arg: Any) -> Any:
+    if not isinstance(arg, DTensor):
+        return arg
+    shape, stride, dtype, device = _signature(arg)  # type: ignore[misc]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Ranks and communication
+
+
+def coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """This rank's place in ``mesh``, or None outside it. In LocalTensor mode symbolic: pass it to a `per_rank` function."""
+    found = mesh.get_coordinate()
+    return None if found is None else tuple(found)
+
+
+def per_rank(function: Callable[..., R], *args: object) -> R:
+    """Call ``function`` with the plain tensors and integers of one rank; in LocalTensor mode, once for each of the ranks.
+
+    The function may not communicate. It returns a tensor, or a flat tuple of tensors and integers.
+    """
+    return maybe_run_for_local_tensor(function)(*args)
+
+
+def tracing() -> bool:
+    """Whether torch.compile is recording the ops."""
+    return funcol._are_we_tracing()
+
+
+def all_to_all(
+    tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
+
+    The result is awaited when it is first used, so that what comes between overlaps with the communication.
+    """
+    return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """The group of the ranks that differ from this one along ``axes`` only, and where in it each of them stands.
+
+    The second result lists, for the flattened (row-major) index along ``axes``, the position in the group, which torch keeps
+    in the order of global ranks whatever the order of the mesh.
+    """
+    members, places = _fiber(mesh, axes)
+    return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
+
+
+@lru_cache(maxsize=256)
+def _fiber(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    with _disable_current_modes():
+        ranks = mesh.mesh
+        here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        fiber = (
+            ranks[tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))].flatten().tolist()
+        )
+    members = sorted(fiber)
+    position = {rank: place for place, rank in enumerate(members)}
+    return tuple(members), tuple(position[rank] for rank in fiber)
+
+
+def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is not None and list(members) == dist.get_process_group_ranks(world):
+        return world
+    try:
+        dist.get_process_group_ranks(_groups[members])
+    except (KeyError, ValueError):  # none yet, or destroyed with its world
+        # Only the members take part, so that ranks outside the mesh need not know of it.
+        _groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+    return _groups[members]

@@ -1,0 +1,312 @@
+"""Plan and run an exchange, the one collective that brings the halos, and its fold.
+
+    needs(rank)    = window.reads(owned_output(rank)), clipped to the tensor
+    message q -> r = needs(r) ∩ owned_input(q)
+
+Both sides work out the same boxes from global shapes alone, so no sizes are negotiated, and a rank looks only at the parts
+that its own needs and its own shard reach.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchhalo import dispatch
+from torchhalo.geometry import Box, Mirror, Span, Window, boxes, hull
+from torchhalo.layout import Layout
+
+
+class Exchange(NamedTuple):
+    """What every rank knows: how source and target are cut, and what a span of the target reads along each of ``dims``.
+
+    Attributes:
+        source: Layout of the tensor that the ranks hold.
+        target: Layout of the tensor that they compute from it; cut by the same axes along each of ``dims``.
+        dims: The dims along which halos may travel.
+        windows: One per dim of ``dims``.
+    """
+
+    source: Layout
+    target: Layout
+    dims: tuple[int, ...]
+    windows: tuple[Window | Mirror, ...]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes over which the halos travel, flattened into one."""
+        return tuple(sorted(axis for dim in self.dims for axis in self.source.cuts[dim]))
+
+    def needed(self) -> bool:
+        """Whether any rank needs what it does not own; where none does, nothing is sent."""
+        return _needed(self)
+
+    def plan(self, coordinate: Sequence[int], places: tuple[int, ...] | None = None) -> Plan:
+        """What the rank at ``coordinate`` sends and receives.
+
+        Args:
+            coordinate: The rank's place in the mesh.
+            places: The position in the process group of each row-major index over ``axes``; the index itself if not given.
+        """
+        return _plan(self, tuple(coordinate), places)
+
+
+class Plan(NamedTuple):
+    """What one rank sends and receives, as boxes over the exchange's dims, in the order of the buffers.
+
+    Attributes:
+        owned: What the rank holds.
+        needs: The smallest box that holds all it needs.
+        sends, receives: The boxes on the wire.
+        sent, received: How many elements go to, and come from, each member of the group.
+    """
+
+    owned: Box
+    needs: Box
+    sends: tuple[Box, ...]
+    receives: tuple[Box, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class _Line(NamedTuple):
+    """One dim of an exchange."""
+
+    source: tuple[Span, ...]
+    target: tuple[Span, ...]
+    size: int
+    window: Window | Mirror
+
+    def needs(self, part: int) -> tuple[Span, ...]:
+        return _overlap(self.window.reads(self.target[part]), Span(0, self.size))
+
+
+def _lines(exchange: Exchange) -> list[_Line]:
+    source, target = exchange.source, exchange.target
+    return [
+        _Line(source.parts(dim), target.parts(dim), source.shape[dim], window)
+        for dim, window in zip(exchange.dims, exchange.windows, strict=True)
+    ]
+
+
+def _overlap(runs: Iterable[Span], span: Span) -> tuple[Span, ...]:
+    return tuple(run & span for run in runs if (run & span).size)
+
+
+def _meeting(parts: tuple[Span, ...], span: Span) -> range:
+    """The indices of the parts, which are in ascending order, that may intersect ``span``."""
+    first = bisect_right(parts, span.start, key=lambda part: part.stop)
+    return range(first, bisect_left(parts, span.stop, key=lambda part: part.start))
+
+
+@lru_cache(maxsize=4096)
+def _needed(exchange: Exchange) -> bool:
+    wanting, lacking = [], []
+    for line in _lines(exchange):
+        needs = [hull(line.needs(part)) for part in range(len(line.target))]
+        wanting.append(any(span.size for span in needs))
+        lacking.append(any(not own.contains(need) for own, need in zip(line.source, needs, strict=True)))
+    return all(wanting) and any(lacking)
+
+
+@lru_cache(maxsize=4096)
+def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ...] | None) -> Plan:
+    lines = _lines(exchange)
+    here = tuple(exchange.source.part(dim, coordinate) for dim in exchange.dims)
+    owned = tuple(line.source[part] for line, part in zip(lines, here, strict=True))
+    needs = [line.needs(part) for line, part in zip(lines, here, strict=True)]
+    receives, received = _messages(
+        exchange,
+        places,
+        here,
+        [
+            {q: _overlap(runs, line.source[q]) for q in _meeting(line.source, hull(runs))}
+            for line, runs in zip(lines, needs, strict=True)
+        ],
+    )
+    sends, sent = _messages(
+        exchange,
+        places,
+        here,
+        [
+            {q: _overlap(line.needs(q), own) for q in _meeting(line.target, hull(line.window.touches(own)))}
+            for line, own in zip(lines, owned, strict=True)
+        ],
+    )
+    return Plan(Box(owned), Box(tuple(map(hull, needs))), sends, receives, sent, received)
+
+
+def _messages(
+    exchange: Exchange, places: tuple[int, ...] | None, here: tuple[int, ...], lines: list[dict[int, tuple[Span, ...]]]
+) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+    """All boxes in the order of the group, and how many elements they hold for each of its members."""
+    messages: dict[int, tuple[Box, ...]] = {}
+    for parts in product(*lines):
+        if parts != here:
+            peer = _peer(exchange, parts)
+            place = peer if places is None else places[peer]
+            messages[place] = boxes(line[part] for line, part in zip(lines, parts, strict=True))
+    counts = [0] * prod(exchange.source.mesh_shape[axis] for axis in exchange.axes)
+    for place, pieces in messages.items():
+        counts[place] = sum(box.size for box in pieces)
+    return tuple(box for place in sorted(messages) for box in messages[place]), tuple(counts)
+
+
+def _peer(exchange: Exchange, parts: tuple[int, ...]) -> int:
+    """The row-major index over ``exchange.axes`` of the rank that owns ``parts``."""
+    source, place = exchange.source, {}
+    for dim, part in zip(exchange.dims, parts, strict=True):
+        for axis in reversed(source.cuts[dim]):
+            part, place[axis] = divmod(part, source.mesh_shape[axis])
+    index = 0
+    for axis in exchange.axes:
+        index = index * source.mesh_shape[axis] + place[axis]
+    return index
+
+
+def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Tensor | None:
+    """Send every rank its halo.
+
+    Forward: each box that another rank needs goes to it, once. Adjoint: `fold`, which also undoes `assemble`.
+
+    Returns:
+        The halo as one flat buffer, which is awaited when first used, or None if no rank needs any.
+    """
+    return _transfer(shard, exchange, mesh, back=False) if exchange.needed() else None
+
+
+def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+    """The adjoint of `start` and `assemble`: what was received is sent back and added where it came from.
+
+    Args:
+        region: A value for each element of ``plan.needs``.
+
+    Returns:
+        One for each element of the shard.
+    """
+    back = _transfer(region, exchange, mesh, back=True) if exchange.needed() else None
+    places = group_places(exchange, mesh)
+
+    def add(region: torch.Tensor, back: torch.Tensor | None, *coordinate: int) -> torch.Tensor:
+        plan = exchange.plan(coordinate, places)
+        out = _empty(region, _resized(region, exchange, plan.owned)).zero_()
+        own = plan.owned & plan.needs
+        if own.size:
+            out[_index(exchange, out, own, plan.owned)] = region[_index(exchange, region, own, plan.needs)]
+        if back is not None:
+            for target, values in _pieces(out, back, exchange, plan.sends, plan.owned):
+                target.add_(values)
+        return out
+
+    return dispatch.per_rank(add, region, back, *dispatch.coordinate(mesh))
+
+
+def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """What `Exchange.plan` wants to know of the process group; None where nothing travels."""
+    return dispatch.fiber_group(mesh, exchange.axes)[1] if exchange.needed() else None
+
+
+def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: bool) -> torch.Tensor:
+    group, places = dispatch.fiber_group(mesh, exchange.axes)
+
+    def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[torch.Tensor | int, ...]:
+        plan = exchange.plan(coordinate, places)
+        pieces, origin = (plan.receives, plan.needs) if back else (plan.sends, plan.owned)
+        cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
+        rest = _rest(tensor, exchange)
+        counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
+        return torch.cat(cuts) if cuts else tensor.new_empty(0), *(rest * count for count in counts)
+
+    packed, *counts = dispatch.per_rank(pack, tensor, *dispatch.coordinate(mesh))
+    return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
+
+
+def assemble(
+    shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, region: Box, fill: float = 0.0
+) -> torch.Tensor:
+    """The source over ``region``, from the shard and its halo, on one rank.
+
+    Args:
+        halo: What `start` returned.
+        region: Holds ``plan.needs``; it may reach beyond the tensor.
+        fill: The value of what lies outside the tensor, or is not needed.
+    """
+    if region == plan.owned and not plan.receives:
+        return shard
+    own = plan.owned & region
+    whole = own.size + sum(box.size for box in plan.receives) == region.size
+    out = _empty(shard, _resized(shard, exchange, region))
+    if not whole:
+        out.fill_(fill)
+    if own.size:
+        out[_index(exchange, out, own, region)] = shard[_index(exchange, shard, own, plan.owned)]
+    if halo is not None:
+        for target, values in _pieces(out, halo, exchange, plan.receives, region):
+            target.copy_(values)
+    return out
+
+
+def _rest(tensor: torch.Tensor, exchange: Exchange) -> int:
+    """How many elements a coordinate along the exchange's dims stands for."""
+    return prod(size for dim, size in enumerate(tensor.shape) if dim not in exchange.dims)
+
+
+def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box) -> list[int]:
+    """The shape of ``tensor`` with that of ``box`` along the exchange's dims."""
+    shape = list(tensor.shape)
+    for dim, size in zip(exchange.dims, box.shape, strict=True):
+        shape[dim] = size
+    return shape
+
+
+def _index(exchange: Exchange, tensor: torch.Tensor, box: Box, origin: Box) -> tuple[slice, ...]:
+    """Where ``box`` lies in a tensor that holds ``origin``."""
+    index = [slice(None)] * tensor.ndim
+    for dim, cut in zip(exchange.dims, box.within(origin), strict=True):
+        index[dim] = cut
+    return tuple(index)
+
+
+def _pieces(
+    tensor: torch.Tensor, flat: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], origin: Box
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of ``boxes`` as a view of ``tensor``, which holds ``origin``, with its values in the flat buffer."""
+    rest = _rest(tensor, exchange)
+    for box, values in zip(boxes, flat.split([rest * box.size for box in boxes]), strict=True):
+        view = tensor[_index(exchange, tensor, box, origin)]
+        yield view, values.view(view.shape)
+
+
+def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An uninitialised tensor of ``shape`` whose dims lie in memory as those of ``like``."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    dense = like.new_empty([shape[dim] for dim in order])
+    return dense.permute([order.index(dim) for dim in range(like.ndim)])
+
+
+@torch.library.custom_op("torchhalo::after", mutates_args=())
+def _after(tensor: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+@_after.register_fake
+def _(tensor: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def anchor(result: torch.Tensor, halo: torch.Tensor | None) -> torch.Tensor:
+    """Keep the exchange in a compiled graph also on a rank that receives nothing from it.
+
+    There the halo is empty and unused, so torch.compile would drop the collective on that rank alone and the others would
+    wait for it forever. An op that the compiler cannot look into makes ``result`` depend on the empty halo.
+    """
+    if halo is None or halo.numel() or not dispatch.tracing():
+        return result
+    return _after(result, halo)

@@ -1,0 +1,201 @@
+"""Spans, boxes and windows: the integer arithmetic under every sharded op. Imports no torch.
+
+A window relates the two sides of an op along one dim. Output ``o`` of a convolution reads the inputs
+``o * stride - before + k * dilation`` for ``k`` in ``range(kernel)``; for a transposed convolution the same relation holds
+with the sides exchanged, which is why one class and its mirror image serve both, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A half-open interval ``[start, stop)`` of global coordinates along one dim.
+
+    >>> Span(2, 6) & Span(4, 9)
+    Span(start=4, stop=6)
+    >>> Span(2, 6).size
+    4
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __and__(self, other: Span) -> Span:
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def contains(self, other: Span) -> bool:
+        """Whether every coordinate of ``other`` lies in this span; an empty span lies in every span."""
+        return other.size == 0 or (self.start <= other.start and other.stop <= self.stop)
+
+    def within(self, origin: int) -> slice:
+        """The slice that cuts this span out of a tensor whose first element has the coordinate ``origin``.
+
+        >>> Span(5, 7).within(4)
+        slice(1, 3, None)
+        """
+        return slice(self.start - origin, self.stop - origin)
+
+
+class Box(NamedTuple):
+    """One span per dim.
+
+    >>> Box((Span(0, 2), Span(3, 6))).size
+    6
+    """
+
+    spans: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(span.size for span in self.spans)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(span.size for span in self.spans)
+
+    def __and__(self, other: Box) -> Box:
+        return Box(tuple(a & b for a, b in zip(self.spans, other.spans, strict=True)))
+
+    def within(self, origin: Box) -> tuple[slice, ...]:
+        """The slices that cut this box out of a tensor that holds the box ``origin``."""
+        return tuple(a.within(b.start) for a, b in zip(self.spans, origin.spans, strict=True))
+
+
+def boxes(runs: Iterable[Iterable[Span]]) -> tuple[Box, ...]:
+    """The boxes of a product of runs, one tuple of spans per dim, in row-major order."""
+    return tuple(Box(spans) for spans in product(*runs))
+
+
+def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same coordinates as disjoint spans in ascending order, as few as possible.
+
+    >>> merge([Span(4, 6), Span(0, 2), Span(2, 5)])
+    (Span(start=0, stop=6),)
+    """
+    merged: list[Span] = []
+    for span in sorted(s for s in spans if s.size):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def hull(runs: tuple[Span, ...]) -> Span:
+    """The smallest span that holds all of ``runs``, which are in ascending order."""
+    return Span(runs[0].start, runs[-1].stop) if runs else Span(0, 0)
+
+
+@lru_cache(maxsize=4096)
+def chunks(size: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
+    """The parts of ``range(size)`` after `torch.chunk` into ``counts[0]`` parts, each of these into ``counts[1]``, and so on.
+
+    Unlike `torch.chunk` it always gives as many parts as asked for; the last ones may be empty.
+
+    >>> chunks(5, (4,))
+    (Span(start=0, stop=2), Span(start=2, stop=4), Span(start=4, stop=5), Span(start=5, stop=5))
+    """
+    parts = [Span(0, size)]
+    for count in counts:
+        finer = []
+        for start, stop in parts:
+            step = -(-(stop - start) // count)
+            finer += [Span(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(count)]
+        parts = finer
+    return tuple(parts)
+
+
+class Window(NamedTuple):
+    """Kernel, stride, padding (``before`` and ``after``, may be negative) and dilation along one dim.
+
+    >>> window = Window(kernel=3, stride=2, before=1, after=1)
+    >>> window.output_size(8), window.reads(Span(2, 4))
+    (4, (Span(start=3, stop=8),))
+    """
+
+    kernel: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+
+    @property
+    def extent(self) -> int:
+        """How many inputs one output spans, gaps included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def mirror(self) -> Mirror:
+        """The window of the adjoint op, whose input is this one's output."""
+        return Mirror(self)
+
+    def output_size(self, size: int) -> int:
+        return (size + self.before + self.after - self.extent) // self.stride + 1
+
+    def reach(self, outputs: Span) -> Span:
+        """The span from the first to the last input that ``outputs`` read, not clipped to the tensor."""
+        if not outputs.size:
+            return Span(0, 0)
+        first, last = outputs.start * self.stride - self.before, (outputs.stop - 1) * self.stride - self.before
+        return Span(first, last + self.extent)
+
+    def reads(self, outputs: Span) -> tuple[Span, ...]:
+        """Exactly the inputs that ``outputs`` read, not clipped to the tensor."""
+        if not outputs.size:
+            return ()
+        if self.dilation == 1 and self.kernel >= self.stride:
+            return (self.reach(outputs),)
+        taps = [k * self.dilation - self.before for k in range(self.kernel)]
+        if self.stride == 1:
+            return merge(Span(outputs.start + tap, outputs.stop + tap) for tap in taps)
+        points = {o * self.stride + tap for o in range(*outputs) for tap in taps}
+        return merge(Span(i, i + 1) for i in points)
+
+    def touches(self, inputs: Span) -> tuple[Span, ...]:
+        """Exactly the outputs that read any of ``inputs``, not clipped to the tensor.
+
+        >>> Window(kernel=3, before=1, after=1).touches(Span(4, 6))
+        (Span(start=3, stop=7),)
+        """
+        if not inputs.size:
+            return ()
+        shifts = (self.before - k * self.dilation for k in range(self.kernel))
+        return merge(
+            Span(-(-(inputs.start + shift) // self.stride), -(-(inputs.stop + shift) // self.stride))
+            for shift in shifts
+        )
+
+
+class Mirror(NamedTuple):
+    """A window seen from its other side: transposed convolution forward, convolution backward.
+
+    >>> Window(kernel=3, stride=2, before=1, after=1).mirror.reads(Span(0, 3))
+    (Span(start=0, stop=2),)
+    """
+
+    window: Window
+
+    @property
+    def mirror(self) -> Window:
+        return self.window
+
+    def output_size(self, size: int, output_padding: int = 0) -> int:
+        w = self.window
+        return (size - 1) * w.stride - w.before - w.after + w.extent + output_padding
+
+    def reads(self, outputs: Span) -> tuple[Span, ...]:
+        return self.window.touches(outputs)
+
+    def touches(self, inputs: Span) -> tuple[Span, ...]:
+        return self.window.reads(inputs)

@@ -1,0 +1,64 @@
+"""From a DTensor's mesh and placements to the box that each rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo.geometry import Box, Span, chunks
+
+
+class Layout(NamedTuple):
+    """Which box of a tensor each rank of a mesh owns.
+
+    Attributes:
+        shape: Global shape of the tensor.
+        mesh_shape: Shape of the mesh.
+        cuts: For each dim, the axes that cut it, the outermost cut first.
+
+    Example:
+        >>> layout = Layout(shape=(1, 10), mesh_shape=(4,), cuts=((), (0,)))
+        >>> layout.owned((3,))
+        Box(spans=(Span(start=0, stop=1), Span(start=9, stop=10)))
+    """
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+
+    def parts(self, dim: int) -> tuple[Span, ...]:
+        """The spans into which ``dim`` is cut, one per combination of coordinates along its axes, in row-major order."""
+        return chunks(self.shape[dim], tuple(self.mesh_shape[axis] for axis in self.cuts[dim]))
+
+    def part(self, dim: int, coordinate: Sequence[int]) -> int:
+        """Which of ``parts(dim)`` the rank at ``coordinate`` owns."""
+        index = 0
+        for axis in self.cuts[dim]:
+            index = index * self.mesh_shape[axis] + coordinate[axis]
+        return index
+
+    def owned(self, coordinate: Sequence[int]) -> Box:
+        """The box that the rank at ``coordinate`` owns."""
+        return Box(tuple(self.parts(dim)[self.part(dim, coordinate)] for dim in range(len(self.shape))))
+
+
+def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """The layout of a tensor of global ``shape``: axes that do not shard it leave each rank the whole of what the others cut.
+
+    Example:
+        >>> x = distribute_tensor(torch.ones(1, 3, 8, 10), mesh, [Shard(3)])  # doctest: +SKIP
+        >>> layout(x.shape, x.device_mesh, x.placements).owned((1,))  # doctest: +SKIP
+    """
+    cuts: list[tuple[int, ...]] = [() for _ in shape]
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            cuts[placement.dim] += (axis,)
+        elif not isinstance(placement, (Partial, Replicate)):
+            raise NotImplementedError(
+                f"torchhalo knows Shard, Replicate and Partial, got {placement} on mesh axis {axis}; redistribute the tensor to one of these first"
+            )
+    return Layout(tuple(map(int, shape)), tuple(mesh.shape), tuple(cuts))
