@@ -1,0 +1,153 @@
+"""Many ranks for the tests: simulated in this process (LocalTensor mode), or real gloo processes that are kept between tests."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_disable_local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+import torchhalo
+
+TIMEOUT = 120
+
+
+@contextlib.contextmanager
+def simulated(ranks: int) -> Iterator[None]:
+    """All of ``ranks`` in this process, with torchhalo enabled."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        with torchhalo.enable(), LocalTensorMode(ranks):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Pool:
+    """Gloo processes that run functions of the test modules, the same on every rank."""
+
+    def __init__(self, ranks: int):
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.broken = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(*args)`` on every rank; what each returned, or an error with the trace of each rank that failed."""
+        self.broken = True  # until every rank has answered
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT if not failures else 10):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            answered, value = pipe.recv()
+            (results if answered else failures).append(value if answered else f"rank {rank}:\n{value}")
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        self.broken = False
+        return results
+
+    def close(self) -> None:
+        self.broken = True
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Any, rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    while True:
+        function, args = pipe.recv()
+        try:
+            torch.manual_seed(0)
+            with torchhalo.enable():
+                answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full value of a DTensor, which must be the same on every rank, as a plain tensor."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().reconcile() if isinstance(full, LocalTensor) else full.detach()
+
+
+def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """``distribute_tensor``, also for Partial placements: each summand is then an equal part of the value."""
+    kept = [Replicate() if isinstance(p, Partial) else p for p in placements]
+    sharded = distribute_tensor(tensor, mesh, kept)
+    if kept == list(placements):
+        return sharded
+    summands = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if isinstance(p, Partial))
+    part = sharded.to_local() / summands
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def assert_parity(
+    function: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
+    mesh: DeviceMesh,
+    placements: Sequence[Sequence[Placement] | None],
+    atol: float = 1e-10,
+    needs_grad: Sequence[bool] | None = None,
+) -> DTensor:
+    """The sharded ``function`` gives one process's result and gradients, with its shape, strides and dtype.
+
+    Args:
+        tensors: Plain arguments, None where there is none.
+        placements: One per tensor.
+        needs_grad: Which of the tensors get a gradient; all, if not given.
+
+    Returns:
+        The sharded result.
+    """
+    needs_grad = needs_grad or [True] * len(tensors)
+    with maybe_disable_local_tensor_mode():
+        plain = [None if t is None else t.clone().requires_grad_(g) for t, g in zip(tensors, needs_grad, strict=True)]
+        expected = function(*plain)
+        grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(expected)
+        if any(needs_grad):
+            expected.backward(grad)
+
+    sharded = [
+        None if t is None else shard(t, mesh, p).detach().requires_grad_(g)
+        for t, p, g in zip(tensors, placements, needs_grad, strict=True)
+    ]
+    result = function(*sharded)
+    assert isinstance(result, DTensor)
+    assert result.shape == expected.shape and result.stride() == expected.stride() and result.dtype == expected.dtype
+    torch.testing.assert_close(whole(result), expected.detach(), rtol=0, atol=atol)
+    if any(needs_grad):
+        kept = [Replicate() if isinstance(p, Partial) else p for p in result.placements]
+        result.backward(distribute_tensor(grad, mesh, kept))
+    for got, want in zip(sharded, plain, strict=True):
+        if got is not None and want.requires_grad:
+            assert got.grad is not None and got.grad.shape == want.shape
+            torch.testing.assert_close(whole(got.grad), want.grad, rtol=0, atol=atol)
+        elif got is not None:
+            assert got.grad is None
+    return result
