@@ -1,4 +1,4 @@
-"""Many ranks for the tests: simulated in this process (LocalTensor mode), or real gloo processes that are kept between tests."""
+"""Many ranks for the tests: simulated in this process (LocalTensor mode), or gloo processes that are kept between tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_disable_local_tensor_mode
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
@@ -98,6 +98,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """``distribute_tensor``, also for Partial placements: each summand is then an equal part of the value."""
+    mode = local_tensor_mode()
+    if mode is not None and not isinstance(tensor, LocalTensor):
+        tensor = LocalTensor({rank: tensor.clone() for rank in mode.ranks})
     kept = [Replicate() if isinstance(p, Partial) else p for p in placements]
     sharded = distribute_tensor(tensor, mesh, kept)
     if kept == list(placements):
@@ -143,7 +146,7 @@ def assert_parity(
     torch.testing.assert_close(whole(result), expected.detach(), rtol=0, atol=atol)
     if any(needs_grad):
         kept = [Replicate() if isinstance(p, Partial) else p for p in result.placements]
-        result.backward(distribute_tensor(grad, mesh, kept))
+        result.backward(shard(grad, mesh, kept))
     for got, want in zip(sharded, plain, strict=True):
         if got is not None and want.requires_grad:
             assert got.grad is not None and got.grad.shape == want.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_parity, simulated
@@ -91,13 +92,14 @@ def cases(draw: st.DrawFn) -> Case:
         sizes = tuple(draw(st.integers(1, top)) for _ in range(ndim))
         output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
         room = [
-            (n - 1) * s + d * (k - 1) + o
-            for n, s, d, k, o in zip(sizes, stride, dilation, kernel, output_padding, strict=True)
+            (n - 1) * s + d * (k - 1) + o for n, s, d, k, o in zip(sizes, stride, dilation, kernel, output_padding, strict=True)
         ]
         padding = tuple(draw(st.integers(0, min(4, r // 2))) for r in room)
     else:
         output_padding = None
-        padding = draw(st.sampled_from(["same", "valid"]) | st.lists(st.integers(0, 4), min_size=ndim, max_size=ndim).map(tuple))
+        padding = draw(
+            st.sampled_from(["same", "valid"]) | st.lists(st.integers(0, 4), min_size=ndim, max_size=ndim).map(tuple)
+        )
         if padding == "same":
             stride = (1,) * ndim
         ends = (0,) * ndim if isinstance(padding, str) else padding
@@ -125,6 +127,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_random_convolutions_on_simulated_ranks(case: Case) -> None:

@@ -51,12 +51,11 @@ _handlers: dict[Op, Handler] = {}
 _replaced: dict[Op, Handler | None] = {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Switching on and off
+# Switching on and off.
 
 
 def register(*ops: Op) -> Callable[[F], F]:
-    """Make the decorated function the handler of ``ops``, called as ``handler(op, args, kwargs)`` while torchhalo is enabled."""
+    """Make the decorated function the handler of ``ops``: called as ``handler(op, args, kwargs)`` while enabled."""
 
     def keep(handler: F) -> F:
         _handlers.update(dict.fromkeys(ops, handler))
@@ -144,8 +143,7 @@ def enabled() -> bool:
     return bool(_replaced)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# DTensors, below autograd
+# DTensors, below autograd.
 
 
 class Meta(NamedTuple):
@@ -164,27 +162,28 @@ def local(tensor: DTensor) -> torch.Tensor:
 def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> DTensor:
     """The DTensor with global ``meta`` of which this rank holds ``shard``."""
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
-    return DTensor(shard, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(shard, spec, requires_grad=False)
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """``tensor`` with other placements, by DTensor's own collectives; the same object if it has them already."""
-    spec = tensor._spec
-    if tuple(placements) == spec.placements:
-        return tensor
-    target = DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
-    return DTensor(redistribute_local_tensor(tensor._local_tensor, spec, target), target, requires_grad=False)  # type: ignore[call-arg]
+    reduced = [Replicate() if p.is_partial() and p != q else p for p, q in zip(tensor.placements, placements, strict=True)]
+    for step in (reduced, placements):
+        spec = tensor._spec
+        if tuple(step) != spec.placements:
+            target = DTensorSpec(spec.mesh, tuple(step), spec.tensor_meta)
+            shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
+            tensor = DTensor(shard, target, requires_grad=False)
+    return tensor
 
 
-def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
     meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
     first, mesh = next(iter(meshes.items()))
     for key, other in meshes.items():
         if other != mesh:
-            raise RuntimeError(
-                f"{name}: all tensors must be on one device mesh, `{first}` is on {mesh} and `{key}` on {other}"
-            )
+            raise RuntimeError(f"{name}: all tensors must be on one device mesh, `{first}` is on {mesh} and `{key}` on {other}")
     return tuple(
         tensor if tensor is None or isinstance(tensor, DTensor) else _replicated(name, key, tensor, first, mesh)
         for key, tensor in tensors.items()
@@ -194,9 +193,9 @@ def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[DTensor | No
 def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: DeviceMesh) -> DTensor:
     if not DTensor._op_dispatcher._allow_implicit_replication:
         raise RuntimeError(
-            f"{name}: got mixed torch.Tensor and DTensor: `{other}` is a DTensor, `{key}` (shape={tuple(tensor.shape)}) is a plain "
-            "tensor. Put the module on the mesh with torch.distributed.tensor.distribute_module(module, mesh), or the tensor "
-            "with distribute_tensor(tensor, mesh)"
+            f"{name}: got mixed torch.Tensor and DTensor: `{other}` is a DTensor, `{key}` (shape={tuple(tensor.shape)}) "
+            "is a plain tensor. Put the module on the mesh with torch.distributed.tensor.distribute_module(module, mesh), or "
+            "the tensor with distribute_tensor(tensor, mesh)"
         )
     meta = Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, meta)
@@ -205,8 +204,8 @@ def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: Dev
 _results: dict[object, tuple[Meta | None, ...]] = {}
 
 
-def plain_result(op: Op, *args: Any) -> tuple[Meta | None, ...]:
-    """What plain torch returns for ``op`` on the whole tensors: one `Meta` per result, or the error that it raises.
+def plain_result(op: Op, *args: Any) -> tuple[Any, ...]:
+    """What plain torch returns for ``op`` on the whole tensors: a `Meta` or None per result, or the error that it raises.
 
     Runs on fake tensors, so nothing is computed or sent, and every rank gets the same answer.
     """
@@ -236,12 +235,11 @@ def _signature(arg: Any) -> object:
 def _fake(arg: Any) -> Any:
     if not isinstance(arg, DTensor):
         return arg
-    shape, stride, dtype, device = _signature(arg)  # type: ignore[misc]
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    shape, stride = [int(n) for n in arg.shape], [int(n) for n in arg.stride()]
+    return torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device.type)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Ranks and communication
+# Ranks and communication.
 
 
 def coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -263,9 +261,7 @@ def tracing() -> bool:
     return funcol._are_we_tracing()
 
 
-def all_to_all(
-    tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
 
     The result is awaited when it is first used, so that what comes between overlaps with the communication.
@@ -291,9 +287,7 @@ def _fiber(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     with _disable_current_modes():
         ranks = mesh.mesh
         here = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        fiber = (
-            ranks[tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))].flatten().tolist()
-        )
+        fiber = ranks[tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))].flatten().tolist()
     members = sorted(fiber)
     position = {rank: place for place, rank in enumerate(members)}
     return tuple(members), tuple(position[rank] for rank in fiber)

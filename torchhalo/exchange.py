@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -205,7 +205,7 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Te
                 target.add_(values)
         return out
 
-    return dispatch.per_rank(add, region, back, *dispatch.coordinate(mesh))
+    return dispatch.per_rank(add, region, back, *_here(mesh))
 
 
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -216,7 +216,7 @@ def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None
 def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: bool) -> torch.Tensor:
     group, places = dispatch.fiber_group(mesh, exchange.axes)
 
-    def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[torch.Tensor | int, ...]:
+    def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
         pieces, origin = (plan.receives, plan.needs) if back else (plan.sends, plan.owned)
         cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
@@ -224,7 +224,7 @@ def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: 
         counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
         return torch.cat(cuts) if cuts else tensor.new_empty(0), *(rest * count for count in counts)
 
-    packed, *counts = dispatch.per_rank(pack, tensor, *dispatch.coordinate(mesh))
+    packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
     return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
 
 
@@ -251,6 +251,12 @@ def assemble(
         for target, values in _pieces(out, halo, exchange, plan.receives, region):
             target.copy_(values)
     return out
+
+
+def _here(mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = dispatch.coordinate(mesh)
+    assert coordinate is not None, "a rank outside the mesh has no part in an exchange"
+    return coordinate
 
 
 def _rest(tensor: torch.Tensor, exchange: Exchange) -> int:

@@ -172,8 +172,7 @@ class Window(NamedTuple):
             return ()
         shifts = (self.before - k * self.dilation for k in range(self.kernel))
         return merge(
-            Span(-(-(inputs.start + shift) // self.stride), -(-(inputs.stop + shift) // self.stride))
-            for shift in shifts
+            Span(-(-(inputs.start + shift) // self.stride), -(-(inputs.stop + shift) // self.stride)) for shift in shifts
         )
 
 

@@ -59,6 +59,7 @@ def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
             cuts[placement.dim] += (axis,)
         elif not isinstance(placement, (Partial, Replicate)):
             raise NotImplementedError(
-                f"torchhalo knows Shard, Replicate and Partial, got {placement} on mesh axis {axis}; redistribute the tensor to one of these first"
+                f"torchhalo knows Shard, Replicate and Partial, got {placement} on mesh axis {axis}: "
+                "redistribute the tensor to one of these first"
             )
     return Layout(tuple(map(int, shape)), tuple(mesh.shape), tuple(cuts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from torchhalo.layout import Layout
 T = TypeVar("T")
 
 
-def exchange_between(source: Layout, target: Layout, windows: dict[int, Window | Mirror]) -> Exchange:
+def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Window | Mirror]) -> Exchange:
     """The exchange for an op that reads ``source`` through ``windows``, one per dim that it moves along."""
     dims = tuple(dim for dim in sorted(windows) if source.cuts[dim])
     return Exchange(source, target, dims, tuple(windows[dim] for dim in dims))
@@ -73,6 +73,5 @@ def memory_format(shape: Sequence[int], stride: Sequence[int]) -> torch.memory_f
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
     """Whether the dims lie in memory in ``order``, the outermost first, without gaps."""
     return all(
-        shape[dim] == 1 or stride[dim] == prod(shape[inner] for inner in order[place + 1 :])
-        for place, dim in enumerate(order)
+        shape[dim] == 1 or stride[dim] == prod(shape[inner] for inner in order[place + 1 :]) for place, dim in enumerate(order)
     )

@@ -85,10 +85,11 @@ class _Convolution(NamedTuple):
 
         return cls(each(stride), each(padding), each(dilation), transposed, each(output_padding), groups)
 
-    def windows(self, kernel: Sequence[int]) -> dict[int, Window]:
-        """The window of each spatial dim, sparse side as output."""
+    def windows(self, kernel: Sequence[int], mirrored: bool) -> dict[int, Window | Mirror]:
+        """The window of each spatial dim; its output is the sparse side, or the dense one if ``mirrored``."""
         parameters = zip(kernel, self.stride, self.padding, self.padding, self.dilation, strict=True)
-        return {dim: Window(*parameter) for dim, parameter in enumerate(parameters, start=2)}
+        windows = (Window(*parameter) for parameter in parameters)
+        return {dim: window.mirror if mirrored else window for dim, window in enumerate(windows, start=2)}
 
     @property
     def name(self) -> str:
@@ -161,10 +162,9 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
 
     target = layout(result.shape, mesh, placements)
-    windows = config.windows(weight.shape[2:])
-    if config.transposed:
-        windows = {dim: window.mirror for dim, window in windows.items()}
-    exchange = exchange_between(layout(input.shape, mesh, input.placements), target, windows)
+    exchange = exchange_between(
+        layout(input.shape, mesh, input.placements), target, config.windows(weight.shape[2:], mirrored=config.transposed)
+    )
 
     def kernel(
         region: torch.Tensor,
@@ -182,9 +182,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     shard = _laid_out(dispatch.local(input), input)
     fit = _fitter(config._replace(groups=groups), exchange, grow_sparse=config.transposed)
-    out = run(
-        kernel, shard, exchange, mesh, fit, dispatch.local(weight), None if bias is None else dispatch.local(bias)
-    )
+    out = run(kernel, shard, exchange, mesh, fit, dispatch.local(weight), None if bias is None else dispatch.local(bias))
     return dispatch.wrap(_laid_out(out, result), mesh, placements, result)
 
 
@@ -194,9 +192,7 @@ def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
     *_, bias_sizes = args[:4]
     *parameters, mask = args[4:]
     config = _Convolution.of(args[2].ndim - 2, parameters)
-    grad, input, weight = dispatch.as_dtensors(
-        f"{config.name} backward", grad_output=args[0], input=args[1], weight=args[2]
-    )
+    grad, input, weight = dispatch.as_dtensors(f"{config.name} backward", grad_output=args[0], input=args[1], weight=args[2])
     results = dispatch.plain_result(op, grad, input, weight, bias_sizes, *config.spread(), list(mask))
     mesh = input.device_mesh
     roles, groups = _roles(input.placements, weight.placements, mesh, config)
@@ -212,7 +208,7 @@ def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
         grad = dispatch.redistribute(grad, [role.grad_output for role in roles])
         grads = _local_gradients(config._replace(groups=groups), roles, grad, input, weight, mask)
     wrapped = [
-        None if result is None else dispatch.wrap(_laid_out(shard, result), mesh, placement, result)
+        None if shard is None else dispatch.wrap(_laid_out(shard, result), mesh, placement, result)
         for shard, placement, result in zip(grads, placements, results, strict=True)
     ]
     if wrapped[1] is not None:
@@ -228,11 +224,10 @@ def _local_gradients(
     mesh = input.device_mesh
     input = dispatch.redistribute(input, [role.input for role in roles])
     weight = dispatch.redistribute(weight, [role.weight for role in roles])
-    windows = config.windows(weight.shape[2:])
-    if not config.transposed:
-        windows = {dim: window.mirror for dim, window in windows.items()}
     exchange = exchange_between(
-        layout(grad.shape, mesh, grad.placements), layout(input.shape, mesh, input.placements), windows
+        layout(grad.shape, mesh, grad.placements),
+        layout(input.shape, mesh, input.placements),
+        config.windows(weight.shape[2:], mirrored=not config.transposed),
     )
 
     def kernel(
@@ -249,9 +244,7 @@ def _local_gradients(
     shard = _laid_out(dispatch.local(grad), grad)
     if mask[0] or mask[1]:
         fit = _fitter(config, exchange, grow_sparse=not config.transposed)
-        found += run(
-            kernel, shard, exchange, mesh, fit, _laid_out(dispatch.local(input), input), dispatch.local(weight)
-        )
+        found += run(kernel, shard, exchange, mesh, fit, _laid_out(dispatch.local(input), input), dispatch.local(weight))
     if mask[2]:
         found.append(shard.sum([0, *range(2, shard.ndim)]))
     grads = iter(found)
@@ -259,8 +252,10 @@ def _local_gradients(
 
 
 def _returned(computed: Placement, owner: Placement) -> Placement:
-    """The placement in which a weight gets its gradient: its own, or not yet summed if the weight is replicated."""
-    return owner if isinstance(owner, Shard) or isinstance(computed, Shard) else computed
+    """The placement in which a weight gets its gradient: its own, or, if it is not sharded, one that saves a collective."""
+    if isinstance(owner, Shard):
+        return owner
+    return Replicate() if isinstance(computed, Shard) else computed
 
 
 def _laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tensor:

@@ -30,11 +30,7 @@ def constant_pad_nd(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, An
     windows = {dim: Window(1, before=before, after=after) for dim, (before, after) in ends.items()}
     target = layout(result.shape, mesh, input.placements)
     exchange = exchange_between(layout(input.shape, mesh, input.placements), target, windows)
-    whole = [
-        end
-        for dim in reversed(range(input.ndim))
-        for end in ((0, 0) if dim in exchange.dims else ends.get(dim, (0, 0)))
-    ]
+    whole = [end for dim in reversed(range(input.ndim)) for end in ((0, 0) if dim in exchange.dims else ends.get(dim, (0, 0)))]
 
     def fit(plan: Plan, coordinate: tuple[int, ...]) -> tuple[Box, None]:
         own = target.owned(coordinate)
