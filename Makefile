@@ -1,0 +1,43 @@
+# `make help` lists the targets. `make test TORCH=2.15.0` runs on another torch, in an environment of its own.
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format demo clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: $(READY)  ## make the virtual environment
+
+# torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it.
+$(READY): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==$(TORCH)
+	$(BIN)/python -m pip install --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+test: lint  ## format, lint and type checks, then all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## format, lint and type checks
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(READY)  ## put the code in format and mend what can be mended
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+demo: $(READY)  ## train on an image sharded over two local processes, beside one process
+	$(BIN)/torchhalo demo
+
+clean:  ## remove the environments, caches and build products
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	find torchhalo tests -name __pycache__ -type d -prune -exec rm -rf {} +
