@@ -1,0 +1,126 @@
+"""The command line, as a user runs it: the demo agrees with one process, wrong arguments are told, and no process stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchhalo
+from torchhalo.cli import main
+from torchhalo.demo import Comparison, Report, Settings, sample
+from torchhalo.geometry import Box, Span
+
+COMMAND = [sys.executable, "-m", "torchhalo"]
+ROOT = Path(__file__).parent.parent
+
+
+def test_demo_agrees_with_one_process() -> None:
+    arguments = ["demo", "--mesh", "2x1", "--size", "37x50", "--steps", "2", "--dtype", "float64"]
+    done = subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    differences = re.findall(r"^largest difference of (\w+) +(\S+)$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in differences] == ["losses", "weights"]
+    assert all(float(value) <= 1e-12 for _, value in differences)
+    assert re.search(r"^rank 1 +\d+\.\d MiB", done.stdout, re.MULTILINE)
+    assert "step 2/2" in done.stderr, "progress is shown"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_demo_ends_all_ranks_when_one_is_killed() -> None:
+    arguments = ["demo", "--ranks", "2", "--size", "16", "--steps", "100000"]
+    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stderr is not None
+            while "step 1/" not in demo.stderr.readline():
+                assert demo.poll() is None
+            ranks = _ranks(demo.pid)
+            assert len(ranks) == 2
+            os.kill(ranks[1], signal.SIGKILL)
+            _, errors = demo.communicate(timeout=60)
+        finally:
+            demo.kill()
+    assert demo.returncode == 1
+    assert re.search(r"torchhalo demo: rank \d failed", errors)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_demo_leaves_no_rank_when_it_is_killed_itself() -> None:
+    arguments = ["demo", "--ranks", "2", "--size", "16", "--steps", "100000"]
+    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stderr is not None
+            while "step 1/" not in demo.stderr.readline():
+                assert demo.poll() is None
+            ranks = _ranks(demo.pid)
+            assert len(ranks) == 2
+        finally:
+            demo.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "a rank outlives the demo"
+        time.sleep(0.1)
+
+
+def _ranks(pid: int) -> list[int]:
+    """The processes that ``pid`` started to train, the first rank first."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--ranks", "0"], "argument --ranks: wants a whole number from 1 to 1048576, got '0'"),
+        (["demo", "--steps", "many"], "argument --steps: wants a whole number from 1 to 1048576, got 'many'"),
+        (["demo", "--seed", "-1"], "argument --seed: "),
+        (["demo", "--size", "12x"], "argument --size: wants N or HxW, such as 512 or 512x768, got '12x'"),
+        (["demo", "--mesh", "4"], "argument --mesh: wants HxW, such as 2x2, got '4'"),
+        (["demo", "--mesh", "2x2x2"], "argument --mesh: wants HxW, such as 2x2, got '2x2x2'"),
+        (["demo", "--mesh", "2x2", "--ranks", "3"], "--mesh 2x2 has 4 ranks, but --ranks is 3"),
+        (["demo", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in [
+        (["--help"], "demo"),
+        (["demo", "--help"], "(default: float32)"),
+        (["--version"], f"torchhalo {torchhalo.__version__} (torch {torch.__version__})"),
+    ]:
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert done.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "equal"), [(0.0, True), (1e-6, True), (1e-4, False), (float("nan"), False)])
+def test_demo_judges_losses_and_weights(error: float, equal: bool) -> None:
+    settings = Settings(size=(8, 8), mesh=(2,), steps=2, seed=0, dtype=torch.float32)
+    good = Report(losses=[1.0, 0.5], weights=torch.ones(3), memory=100, sent=0)
+    for bad in good._replace(losses=[1.0, 0.5 + error]), good._replace(weights=torch.tensor([1.0, 1.0 + error, 1.0])):
+        assert Comparison(settings, good, [good, bad]).equal is equal
+
+
+def test_image_is_the_same_in_any_box() -> None:
+    """Bit for bit: what a rank builds for its box is what the whole image holds there."""
+    whole = sample(Box((Span(0, 1), Span(0, 3), Span(0, 40), Span(0, 50))), seed=3, dtype=torch.float32)
+    part = sample(Box((Span(0, 1), Span(0, 3), Span(7, 20), Span(11, 50))), seed=3, dtype=torch.float32)
+    for big, small in zip(whole, part, strict=True):
+        assert torch.equal(big[:, :, 7:20, 11:50], small)

@@ -1,0 +1,8 @@
+"""``python -m torchhalo`` is the command ``torchhalo``."""
+
+import sys
+
+from torchhalo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The command line: ``torchhalo demo``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+import torchhalo
+from torchhalo import demo
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in ``argv``, by default the arguments of this process.
+
+    Returns:
+        The exit status: 0 if all is well, 1 if not. Wrong arguments raise SystemExit with status 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="torchhalo", description="Convolution on spatially sharded DTensors, with the numbers of one device."
+    )
+    version = f"torchhalo {torchhalo.__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "Train a small network on an image sharded over local processes, beside one process, and compare."
+    parser = commands.add_parser("demo", help=about, description=about)
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the height (default: 2)")
+    parser.add_argument("--mesh", type=_mesh, metavar="HxW", help="processes along height and width, such as 2x2")
+    parser.add_argument(
+        "--size", type=_size, default="1024", metavar="S", help="of the image, 512 or 512x768 (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="of training (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and image (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and image (default: %(default)s)")
+    parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
+
+
+def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    mesh = arguments.mesh or (arguments.ranks or 2,)
+    if arguments.ranks and arguments.ranks != math.prod(mesh):
+        shape = "x".join(map(str, mesh))
+        parser.error(f"--mesh {shape} has {math.prod(mesh)} ranks, but --ranks is {arguments.ranks}: give one of them")
+    settings = demo.Settings(arguments.size, mesh, arguments.steps, arguments.seed, DTYPES[arguments.dtype])
+    try:
+        comparison = demo.compare(settings)
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        print(f"torchhalo demo: rank {error.error_index} failed, the others were ended. {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("torchhalo demo: interrupted", file=sys.stderr)
+        return 130
+    print(comparison.table())
+    if not comparison.equal:
+        print("FAILED: the ranks and one process differ by more than the tolerance")
+        return 1
+    print("passed: the ranks give the numbers of one process")
+    return 0
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1, 2**20)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, 2**31 - 1)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"wants a whole number from {low} to {high}, got {text!r}")
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, *width = _sizes(text, "N or HxW, such as 512 or 512x768", 1, 2)
+    return height, width[0] if width else height
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    return _sizes(text, "HxW, such as 2x2", 2, 2)
+
+
+def _sizes(text: str, form: str, fewest: int, most: int) -> tuple[int, ...]:
+    parts = text.split("x")
+    if not fewest <= len(parts) <= most or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"wants {form}, got {text!r}")
+    return tuple(map(_positive, parts))
