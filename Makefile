@@ -1,9 +1,11 @@
 # `make help` lists the targets. `make test TORCH=2.15.0` runs on another torch, in an environment of its own.
 
-TORCH ?= 2.13.0
+PINNED := 2.13.0
+TORCH ?= $(PINNED)
 PYTHON ?= python3
 
-VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
+OTHER := $(filter-out $(PINNED),$(TORCH))
+VENV := .venv$(if $(OTHER),-$(OTHER))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -26,10 +28,11 @@ $(READY): requirements-dev.txt pyproject.toml
 test: lint  ## format, lint and type checks, then all tests
 	$(BIN)/python -m pytest
 
+# Types are checked against the pinned torch alone: the annotations of its private API differ from release to release.
 lint: $(READY)  ## format, lint and type checks
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
+	$(if $(OTHER),@echo "types are checked with torch $(PINNED) only",$(BIN)/mypy)
 
 format: $(READY)  ## put the code in format and mend what can be mended
 	$(BIN)/ruff format
