@@ -105,14 +105,17 @@ def sample(box: Box, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     _, channel, y, x = (
         torch.arange(*span).view([-1 if dim == at else 1 for at in range(4)]) for dim, span in enumerate(box.spans)
     )
-    clean = (torch.sin(0.05 * y + channel) * torch.cos(0.03 * x - channel)).to(dtype)
-    # Integers only: a hash has to be the same wherever in a shard the coordinate lies. It stays below 2**63.
+    # Integers first, so that a value is the same, to the last bit, wherever in a shard its coordinate lies.
+    clean = (_triangle(y + 20 * channel) * _triangle(x - 10 * channel)).to(torch.float32) / 2**10
     hashed = (y * 73856093 + x * 19349663 + channel * 83492791 + seed * 40503) % 2**31
-    hashed ^= hashed >> 15
-    hashed = (hashed * 1103515245 + 12345) % 2**31
-    noise = (hashed.to(torch.float32) / 2**31 - 0.5).to(dtype)
-    shape = box.shape
-    return (clean + noise).expand(shape), clean.expand(shape)
+    hashed = ((hashed ^ hashed >> 15) * 1103515245 + 12345) % 2**31
+    noise = hashed.to(torch.float32) / 2**31 - 0.5
+    return (clean + noise).to(dtype).expand(box.shape), clean.to(dtype).expand(box.shape)
+
+
+def _triangle(position: torch.Tensor) -> torch.Tensor:
+    """A wave from -32 to 32 with a period of 128."""
+    return (position % 128 - 64).abs() - 32
 
 
 def train(settings: Settings, mesh: DeviceMesh | None, show: bool) -> tuple[list[float], torch.Tensor]:
