@@ -56,8 +56,7 @@ def assert_runs(runs: tuple[Span, ...], expected: set[int]) -> None:
     assert all(a.stop < b.start for a, b in pairwise(runs))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# Spans and boxes
+# Spans and boxes.
 
 
 @settings(many, max_examples=1000)
@@ -121,8 +120,7 @@ def test_merge(given: list[Span]) -> None:
     assert hull(merged) == Span(least, most + 1)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# Chunks
+# Chunks.
 
 
 def torch_chunks(whole: torch.Tensor, counts: tuple[int, ...]) -> list[list[int]]:
@@ -149,8 +147,7 @@ def test_more_parts_than_elements() -> None:
     assert [part.size for part in chunks(0, (3,))] == [0, 0, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# Windows
+# Windows.
 
 
 @some
@@ -240,8 +237,7 @@ def test_mirror_undoes_the_size(window: Window, size: int) -> None:
     assert size in {window.mirror.output_size(sparse, extra) for extra in range(window.stride)}
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The file
+# The file.
 
 
 def test_geometry_imports_no_torch() -> None:

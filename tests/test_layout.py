@@ -153,8 +153,7 @@ def test_examples_in_the_docstrings() -> None:
     assert attempted and not failed
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# Real ranks
+# Real ranks.
 
 Ranks = list[Any]
 
