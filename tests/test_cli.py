@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,40 +36,53 @@ def test_demo_agrees_with_one_process() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_demo_ends_all_ranks_when_one_is_killed() -> None:
-    arguments = ["demo", "--ranks", "2", "--size", "16", "--steps", "100000"]
-    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True) as demo:
-        try:
-            assert demo.stderr is not None
-            while "step 1/" not in demo.stderr.readline():
-                assert demo.poll() is None
-            ranks = _ranks(demo.pid)
-            assert len(ranks) == 2
-            os.kill(ranks[1], signal.SIGKILL)
-            _, errors = demo.communicate(timeout=60)
-        finally:
-            demo.kill()
-    assert demo.returncode == 1
-    assert re.search(r"torchhalo demo: rank \d failed", errors)
+def test_demo_ends_all_ranks_when_one_is_killed(tmp_path: Path) -> None:
+    with _training(tmp_path / "log") as (demo, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        assert demo.wait(timeout=60) == 1
+    assert re.search(r"torchhalo demo: rank \d failed", (tmp_path / "log").read_text())
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_demo_leaves_no_rank_when_it_is_killed_itself() -> None:
+def test_demo_leaves_no_rank_when_it_is_killed_itself(tmp_path: Path) -> None:
+    # As a shell does for what it runs in the background.
+    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _training(tmp_path / "log") as (_, ranks):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    gone = _eventually(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+    assert gone, "a rank outlives the demo"
+
+
+@contextlib.contextmanager
+def _training(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """A demo that has taken its first step, with its ranks; it is killed at the end.
+
+    Its progress goes to a file: a pipe would break with this process's end of it, and end the ranks for that reason.
+    """
     arguments = ["demo", "--ranks", "2", "--size", "16", "--steps", "100000"]
-    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True) as demo:
+    with log.open("w") as file, subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stderr=file) as demo:
         try:
-            assert demo.stderr is not None
-            while "step 1/" not in demo.stderr.readline():
-                assert demo.poll() is None
+            assert _eventually(lambda: "step 1/" in log.read_text() or demo.poll() is not None)
             ranks = _ranks(demo.pid)
-            assert len(ranks) == 2
+            assert len(ranks) == 2, log.read_text()
+            yield demo, ranks
         finally:
             demo.kill()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline, "a rank outlives the demo"
+
+
+def _eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Whether ``condition`` comes true before ``seconds`` have passed."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return met
 
 
 def _ranks(pid: int) -> list[int]:

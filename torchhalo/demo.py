@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -197,6 +198,9 @@ def _frugal_heap() -> Iterator[None]:
 
 def _work(rank: int, settings: Settings, folder: str) -> None:
     """One rank: start up, warm up, train, and leave the report in ``folder``."""
+    # torch has the system interrupt this process when its parent is gone. But a shell makes what it runs in the background
+    # ignore interrupts, and then this rank would live on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.ranks))
     with _world(rank, settings, folder) as mesh, torchhalo.enable(), _counted() as counts:
         train(settings._replace(size=WARM_UP, steps=1), mesh, show=False)
