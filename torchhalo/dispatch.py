@@ -6,9 +6,12 @@ loudly when one of them is gone.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -80,6 +83,35 @@ def _stock_handlers() -> dict[Op, Handler]:
     return handlers
 
 
+# torch.compile keeps what it compiled on disk, where the ranks of a host find it, under a key that knows neither these
+# handlers nor, for a DTensor, more than its global shape. Without both in the key a rank would load what was compiled for
+# another rank's shard and halos, or by other code.
+_stock_hash: Callable[[DTensor], str] | None = getattr(DTensor, "_stable_hash_for_caching", None)
+
+
+def _hash_of_this_rank(tensor: DTensor) -> str:
+    assert _stock_hash is not None
+    return f"{_stock_hash(tensor)}-{dist.get_rank()}"
+
+
+@lru_cache(maxsize=1)
+def _cache_tag() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    tag = f"torchhalo-{digest.hexdigest()[:16]}"
+    if _stock_hash is None:  # torch 2.11: DTensor has no say in the key
+        tag += f"-{dist.get_rank() if dist.is_initialized() else os.environ.get('RANK', '')}"
+    return tag
+
+
+def _tag_compiled_code(on: bool) -> None:
+    config = torch.compiler.config
+    config.cache_key_tag = config.cache_key_tag.replace(_cache_tag(), "") + (_cache_tag() if on else "")
+    if _stock_hash is not None:
+        setattr(DTensor, "_stable_hash_for_caching", _hash_of_this_rank if on else _stock_hash)  # noqa: B010
+
+
 class _Enabled:
     """What `enable` returns: leaving it as a context restores what was in force before the call."""
 
@@ -112,6 +144,7 @@ def enable() -> _Enabled:
     if not was_enabled:
         _replaced.update({op: handlers.get(op) for op in _handlers})
         handlers.update(_handlers)
+        _tag_compiled_code(True)
     return _Enabled(was_enabled)
 
 
@@ -123,6 +156,7 @@ def disable() -> None:
         >>> torchhalo.disable()
     """
     handlers = _stock_handlers()
+    _tag_compiled_code(False)
     for op, handler in _replaced.items():
         if handler is None:
             handlers.pop(op, None)

@@ -222,7 +222,8 @@ def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: 
         cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
         rest = _rest(tensor, exchange)
         counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
-        return torch.cat(cuts) if cuts else tensor.new_empty(0), *(rest * count for count in counts)
+        packed = torch.cat(cuts) if cuts else anchor(tensor.new_empty(0), tensor)
+        return packed, *(rest * count for count in counts)
 
     packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
     return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
@@ -298,21 +299,20 @@ def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @torch.library.custom_op("torchhalo::after", mutates_args=())
-def _after(tensor: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+def _after(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
 @_after.register_fake
-def _(tensor: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+def _(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
-def anchor(result: torch.Tensor, halo: torch.Tensor | None) -> torch.Tensor:
-    """Keep the exchange in a compiled graph also on a rank that receives nothing from it.
+def anchor(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
+    """``tensor``, made to depend on ``cause`` in a compiled graph by an op that the compiler cannot look into.
 
-    There the halo is empty and unused, so torch.compile would drop the collective on that rank alone and the others would
-    wait for it forever. An op that the compiler cannot look into makes ``result`` depend on the empty halo.
+    Every rank compiles its own graph, and the graphs must hold the same collectives. On a rank that receives nothing the
+    halo is unused, and the exchange would be dropped there; on one that sends nothing the buffer to send depends on
+    nothing, and an exchange of the backward graph would be moved to the forward one. Then the other ranks would wait forever.
     """
-    if halo is None or halo.numel() or not dispatch.tracing():
-        return result
-    return _after(result, halo)
+    return _after(tensor, cause) if dispatch.tracing() else tensor
