@@ -95,6 +95,12 @@ class _Convolution(NamedTuple):
     def name(self) -> str:
         return f"conv{'_transpose' if self.transposed else ''}{len(self.stride)}d"
 
+    def check_output_padding(self) -> None:
+        """Let the smallest plain convolution object to an output padding that torch checks in its kernels only."""
+        if any(extra >= max(s, d) for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True)):
+            one = torch.ones([1] * (len(self.stride) + 2))
+            aten.convolution(one, one, None, *self._replace(padding=(0,) * len(self.stride), groups=1).spread())
+
     def spread(self) -> tuple[Any, ...]:
         """As the aten ops take them."""
         return tuple(list(value) if isinstance(value, tuple) else value for value in self)
@@ -150,6 +156,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Handler of ``aten.convolution``."""
     config = _Convolution.of(args[1].ndim - 2, args[3:])
     input, weight, bias = dispatch.as_dtensors(config.name, input=args[0], weight=args[1], bias=args[2])
+    config.check_output_padding()
     (result,) = dispatch.plain_result(op, input, weight, bias, *config.spread())
     mesh = input.device_mesh
     roles, groups = _roles(input.placements, weight.placements, mesh, config)
@@ -262,3 +269,19 @@ def _laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tens
     """The shard in the memory format of the whole tensor."""
     stride = whole.stride() if isinstance(whole, DTensor) else whole.stride
     return shard.contiguous(memory_format=memory_format(whole.shape, stride))
+
+
+@dispatch.register(
+    aten.conv1d.default,
+    aten.conv1d.padding,
+    aten.conv2d.default,
+    aten.conv2d.padding,
+    aten.conv3d.default,
+    aten.conv3d.padding,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of what `torch.inference_mode` leaves undecomposed: down to ``aten.convolution``, as autograd would."""
+    return op.decompose(*args, **kwargs)
