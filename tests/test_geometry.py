@@ -59,7 +59,7 @@ def assert_runs(runs: tuple[Span, ...], expected: set[int]) -> None:
 # Spans and boxes.
 
 
-@settings(many, max_examples=1000)
+@settings(many, max_examples=600)
 @given(any_spans, any_spans)
 def test_spans_as_sets(a: Span, b: Span) -> None:
     assert a.size == len(points(a))
@@ -110,7 +110,7 @@ def test_boxes_of_a_product(runs: list[list[Span]]) -> None:
     assert [box.spans for box in boxes(runs)] == list(product(*runs))
 
 
-@settings(many, max_examples=1000)
+@settings(many, max_examples=600)
 @given(st.lists(any_spans, max_size=8))
 def test_merge(given: list[Span]) -> None:
     merged = merge(given)
@@ -132,7 +132,7 @@ def torch_chunks(whole: torch.Tensor, counts: tuple[int, ...]) -> list[list[int]
     return [piece for part in parts for piece in torch_chunks(part, counts[1:])]
 
 
-@settings(many, max_examples=1000)
+@settings(many, max_examples=600)
 @given(st.integers(0, 40), st.lists(st.integers(1, 7), max_size=3).map(tuple))
 def test_chunks_are_those_of_torch(size: int, counts: tuple[int, ...]) -> None:
     parts = chunks(size, counts)
@@ -194,7 +194,7 @@ def test_touches_are_exactly_the_outputs_that_read(window: Window, inputs: Span)
     assert window.mirror.touches(inputs) == window.reads(inputs)
 
 
-@settings(many, max_examples=200)
+@settings(many, max_examples=120)
 @given(windows)
 def test_mirror_is_the_reverse_relation(window: Window) -> None:
     assert window.mirror == Mirror(window) and window.mirror.mirror == window
