@@ -39,7 +39,7 @@ def test_demo_agrees_with_one_process() -> None:
 def test_demo_ends_all_ranks_when_one_is_killed(tmp_path: Path) -> None:
     with _training(tmp_path / "log") as (demo, ranks):
         os.kill(ranks[1], signal.SIGKILL)
-        assert demo.wait(timeout=60) == 1
+        assert demo.wait(timeout=120) == 1
     assert re.search(r"torchhalo demo: rank \d failed", (tmp_path / "log").read_text())
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
@@ -77,7 +77,7 @@ def _training(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
             demo.kill()
 
 
-def _eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
+def _eventually(condition: Callable[[], bool], seconds: float = 120) -> bool:
     """Whether ``condition`` comes true before ``seconds`` have passed."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
