@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 import torchhalo
 
 TIMEOUT = 120
+DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")  # of the simulated ranks; the gloo ones are on the CPU
 
 
 @contextlib.contextmanager

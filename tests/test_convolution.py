@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import assert_parity, simulated
+from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -43,12 +43,12 @@ class Case(NamedTuple):
     channels_last: bool
     needs_grad: tuple[bool, bool, bool]
 
-    def check(self) -> None:
-        mesh = init_device_mesh("cpu", self.mesh)
+    def check(self, device: str = "cpu") -> None:
+        mesh = init_device_mesh(device, self.mesh)
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+            return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device)
 
         transposed = self.output_padding is not None
         first, second = self.channels
@@ -137,7 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases())
 def test_random_convolutions_on_simulated_ranks(case: Case) -> None:
     with simulated(math.prod(case.mesh)):
-        case.check()
+        case.check(DEVICE)
 
 
 def check_all(cases: list[Case]) -> None:
@@ -201,9 +201,9 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
     """Half types sum the weight gradient over fewer terms per rank, so it may differ by their rounding."""
     atol = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.5)
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
-            plain = tensors(dtype, channels_last)
+            plain = [t.to(DEVICE) for t in tensors(dtype, channels_last)]
         for op in (partial(F.conv2d, padding=1), partial(F.conv2d, padding=1, stride=2)):
             result = assert_parity(op, plain, mesh, [[Shard(3)], [Replicate()], [Replicate()]], atol=atol)
             assert result.dtype == dtype
