@@ -212,7 +212,7 @@ def test_plans_of_all_ranks_agree_and_carry_the_lower_bound(case: Case) -> None:
 
 
 def _holds(outer: Box, inner: Box) -> bool:
-    return outer & inner == inner
+    return inner & outer == inner
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -20,7 +20,7 @@ many = settings(max_examples=2000, derandomize=True, deadline=None)
 some = settings(max_examples=400, derandomize=True, deadline=None)
 
 #: Any two coordinates, also the wrong way round: such a span is empty.
-any_spans = st.builds(Span, st.integers(-12, 12), st.integers(-12, 12))
+any_spans = st.builds(Span, st.integers(-12, 12), st.integers(-12, 12), st.just(1))
 spans = st.builds(lambda start, size: Span(start, start + size), st.integers(-12, 12), st.integers(0, 9))
 windows = st.builds(
     Window,
@@ -33,7 +33,7 @@ windows = st.builds(
 
 
 def points(span: Span) -> set[int]:
-    return set(range(span.start, span.stop))
+    return set(range(*span))
 
 
 def union(runs: tuple[Span, ...]) -> set[int]:
@@ -66,6 +66,24 @@ def test_spans_as_sets(a: Span, b: Span) -> None:
     assert points(a & b) == points(a) & points(b)
     assert (a & b).start <= (a & b).stop, "an intersection can be cut from a tensor, also an empty one"
     assert a.contains(b) == (points(b) <= points(a))
+
+
+combs = st.builds(
+    lambda start, size, step: Span(start, start + size, step), *[st.integers(-12, 12), st.integers(0, 20)], st.integers(1, 5)
+)
+
+
+@settings(many, max_examples=600)
+@given(combs, any_spans)
+def test_spans_with_a_step_as_sets(comb: Span, span: Span) -> None:
+    assert comb.size == len(points(comb))
+    assert points(comb & span) == points(comb) & points(span)
+    assert (comb & span).size == len(points(comb) & points(span))
+    both = points(comb & span)
+    if both:
+        assert hull([comb & span]) == Span(min(both), max(both) + 1)
+    held = list(range(-12, 40))
+    assert held[comb.within(-12)] == sorted(points(comb))
 
 
 def test_span_within_a_tensor() -> None:
@@ -179,8 +197,11 @@ def test_output_size_is_that_of_convolution_and_pooling(window: Window, size: in
 @given(windows, spans)
 def test_reads_are_exactly_what_is_read(window: Window, outputs: Span) -> None:
     read = {i for _, i in pairs(window, outputs)}
-    assert_runs(window.reads(outputs), read)
-    assert window.reach(outputs) == hull(window.reads(outputs))
+    runs = window.reads(outputs)
+    assert union(runs) == read
+    assert sum(run.size for run in runs) == len(read), "no input twice"
+    assert len(runs) <= window.kernel, "however many the outputs"
+    assert window.reach(outputs) == hull(runs)
     assert points(window.reach(outputs)) == set(range(min(read, default=0), max(read, default=-1) + 1))
 
 
@@ -251,7 +272,7 @@ print(geometry.Window(kernel=3, before=1, after=1).reads(geometry.Span(4, 6)))
 """
     done = subprocess.run([sys.executable, "-c", alone, geometry.__file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(Span(start=3, stop=7),)"
+    assert done.stdout.strip() == "(Span(start=3, stop=7, step=1),)"
 
 
 def test_examples_in_the_docstrings() -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ __all__ = [
     "redistribute",
     "register",
     "tracing",
+    "wait",
     "wrap",
 ]
 
@@ -298,12 +301,18 @@ def tracing() -> bool:
 def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
 
-    The result is awaited when it is first used, so that what comes between overlaps with the communication.
+    The result is for `wait`; what comes between overlaps with the communication.
     """
     return funcol.all_to_all_single(tensor, list(received), list(sent), group)
 
 
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
@@ -334,6 +343,19 @@ def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
     try:
         dist.get_process_group_ranks(_groups[members])
     except (KeyError, ValueError):  # none yet, or destroyed with its world
-        # Only the members take part, so that ranks outside the mesh need not know of it.
-        _groups[members] = dist.new_group(list(members), use_local_synchronization=True)
+        _groups[members] = _new_group(members)
     return _groups[members]
+
+
+def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that only its members know of, so that ranks outside the mesh need not take part.
+
+    torch names such a group after the number of groups that a rank is in, and ranks that are in different numbers of other
+    groups would wait for each other under different names; so it gets a name that all members agree on.
+    """
+    _made[members] += 1
+    name = "-".join(map(str, ("torchhalo", _made[members], *members)))
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name):
+        group = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

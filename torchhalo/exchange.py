@@ -87,6 +87,10 @@ class _Line(NamedTuple):
     def needs(self, part: int) -> tuple[Span, ...]:
         return _overlap(self.window.reads(self.target[part]), Span(0, self.size))
 
+    def lacks(self, part: int) -> bool:
+        reach = self.window.reach(self.target[part]) & Span(0, self.size)
+        return not self.source[part].contains(reach) and not self.source[part].contains(hull(self.needs(part)))
+
 
 def _lines(exchange: Exchange) -> list[_Line]:
     source, target = exchange.source, exchange.target
@@ -108,15 +112,13 @@ def _meeting(parts: tuple[Span, ...], span: Span) -> range:
 
 @lru_cache(maxsize=4096)
 def _needed(exchange: Exchange) -> bool:
-    wanting, lacking = [], []
-    for line in _lines(exchange):
-        needs = [hull(line.needs(part)) for part in range(len(line.target))]
-        wanting.append(any(span.size for span in needs))
-        lacking.append(any(not own.contains(need) for own, need in zip(line.source, needs, strict=True)))
-    return all(wanting) and any(lacking)
+    lines = _lines(exchange)
+    everyone = [range(len(line.target)) for line in lines]
+    wanting = all(any(line.needs(part) for part in parts) for line, parts in zip(lines, everyone, strict=True))
+    return wanting and any(line.lacks(part) for line, parts in zip(lines, everyone, strict=True) for part in parts)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ...] | None) -> Plan:
     lines = _lines(exchange)
     here = tuple(exchange.source.part(dim, coordinate) for dim in exchange.dims)

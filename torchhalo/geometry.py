@@ -15,36 +15,41 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A half-open interval ``[start, stop)`` of global coordinates along one dim.
+    """A half-open interval ``[start, stop)`` of coordinates along one dim; with a step, every so manieth, the last included.
 
     >>> Span(2, 6) & Span(4, 9)
-    Span(start=4, stop=6)
-    >>> Span(2, 6).size
-    4
+    Span(start=4, stop=6, step=1)
+    >>> Span(0, 9, 2) & Span(3, 8)
+    Span(start=4, stop=7, step=2)
+    >>> Span(0, 9, 2).size
+    5
     """
 
     start: int
     stop: int
+    step: int = 1
 
     @property
     def size(self) -> int:
-        return max(0, self.stop - self.start)
+        return max(0, -((self.start - self.stop) // self.step))
 
     def __and__(self, other: Span) -> Span:
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
+        """What lies in both; ``other`` is an interval."""
+        start = self.start + max(0, -((self.start - other.start) // self.step)) * self.step
+        room = max(0, min(self.stop, other.stop) - start)
+        return Span(start, start + room - (room - 1) % self.step if room else start, self.step)
 
     def contains(self, other: Span) -> bool:
-        """Whether every coordinate of ``other`` lies in this span; an empty span lies in every span."""
+        """Whether every coordinate of ``other`` lies in this interval; an empty span lies in every one."""
         return other.size == 0 or (self.start <= other.start and other.stop <= self.stop)
 
     def within(self, origin: int) -> slice:
         """The slice that cuts this span out of a tensor whose first element has the coordinate ``origin``.
 
         >>> Span(5, 7).within(4)
-        slice(1, 3, None)
+        slice(1, 3, 1)
         """
-        return slice(self.start - origin, self.stop - origin)
+        return slice(self.start - origin, self.stop - origin, self.step)
 
 
 class Box(NamedTuple):
@@ -78,10 +83,10 @@ def boxes(runs: Iterable[Iterable[Span]]) -> tuple[Box, ...]:
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same coordinates as disjoint spans in ascending order, as few as possible.
+    """The same coordinates as disjoint intervals in ascending order, as few as possible.
 
     >>> merge([Span(4, 6), Span(0, 2), Span(2, 5)])
-    (Span(start=0, stop=6),)
+    (Span(start=0, stop=6, step=1),)
     """
     merged: list[Span] = []
     for span in sorted(s for s in spans if s.size):
@@ -92,24 +97,25 @@ def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def hull(runs: tuple[Span, ...]) -> Span:
-    """The smallest span that holds all of ``runs``, which are in ascending order."""
-    return Span(runs[0].start, runs[-1].stop) if runs else Span(0, 0)
+def hull(runs: Iterable[Span]) -> Span:
+    """The smallest interval that holds all of ``runs``, none of which is empty."""
+    runs = tuple(runs)
+    return Span(min(run.start for run in runs), max(run.stop for run in runs)) if runs else Span(0, 0)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def chunks(size: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
     """The parts of ``range(size)`` after `torch.chunk` into ``counts[0]`` parts, each of these into ``counts[1]``, and so on.
 
     Unlike `torch.chunk` it always gives as many parts as asked for; the last ones may be empty.
 
     >>> chunks(5, (4,))
-    (Span(start=0, stop=2), Span(start=2, stop=4), Span(start=4, stop=5), Span(start=5, stop=5))
+    (Span(start=0, stop=2, step=1), Span(start=2, stop=4, step=1), Span(start=4, stop=5, step=1), Span(start=5, stop=5, step=1))
     """
     parts = [Span(0, size)]
     for count in counts:
         finer = []
-        for start, stop in parts:
+        for start, stop, _ in parts:
             step = -(-(stop - start) // count)
             finer += [Span(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(count)]
         parts = finer
@@ -121,7 +127,7 @@ class Window(NamedTuple):
 
     >>> window = Window(kernel=3, stride=2, before=1, after=1)
     >>> window.output_size(8), window.reads(Span(2, 4))
-    (4, (Span(start=3, stop=8),))
+    (4, (Span(start=3, stop=8, step=1),))
     """
 
     kernel: int
@@ -151,22 +157,31 @@ class Window(NamedTuple):
         return Span(first, last + self.extent)
 
     def reads(self, outputs: Span) -> tuple[Span, ...]:
-        """Exactly the inputs that ``outputs`` read, not clipped to the tensor."""
+        """Exactly the inputs that ``outputs`` read, not clipped to the tensor, as disjoint spans.
+
+        >>> Window(kernel=1, stride=2).reads(Span(3, 6))
+        (Span(start=6, stop=11, step=2),)
+        """
         if not outputs.size:
             return ()
         if self.dilation == 1 and self.kernel >= self.stride:
             return (self.reach(outputs),)
-        taps = [k * self.dilation - self.before for k in range(self.kernel)]
-        if self.stride == 1:
-            return merge(Span(outputs.start + tap, outputs.stop + tap) for tap in taps)
-        points = {o * self.stride + tap for o in range(*outputs) for tap in taps}
-        return merge(Span(i, i + 1) for i in points)
+        # Taps that differ by a multiple of the stride read from the same comb, one from another of its teeth.
+        combs: dict[int, list[Span]] = {}
+        for k in range(self.kernel):
+            shift, offset = divmod(k * self.dilation - self.before, self.stride)
+            combs.setdefault(offset, []).append(Span(outputs.start + shift, outputs.stop + shift))
+        return tuple(
+            Span(teeth.start * self.stride + offset, (teeth.stop - 1) * self.stride + offset + 1, self.stride)
+            for offset in sorted(combs)
+            for teeth in merge(combs[offset])
+        )
 
     def touches(self, inputs: Span) -> tuple[Span, ...]:
         """Exactly the outputs that read any of ``inputs``, not clipped to the tensor.
 
         >>> Window(kernel=3, before=1, after=1).touches(Span(4, 6))
-        (Span(start=3, stop=7),)
+        (Span(start=3, stop=7, step=1),)
         """
         if not inputs.size:
             return ()
@@ -180,7 +195,7 @@ class Mirror(NamedTuple):
     """A window seen from its other side: transposed convolution forward, convolution backward.
 
     >>> Window(kernel=3, stride=2, before=1, after=1).mirror.reads(Span(0, 3))
-    (Span(start=0, stop=2),)
+    (Span(start=0, stop=2, step=1),)
     """
 
     window: Window
@@ -192,6 +207,9 @@ class Mirror(NamedTuple):
     def output_size(self, size: int, output_padding: int = 0) -> int:
         w = self.window
         return (size - 1) * w.stride - w.before - w.after + w.extent + output_padding
+
+    def reach(self, outputs: Span) -> Span:
+        return hull(self.window.touches(outputs))
 
     def reads(self, outputs: Span) -> tuple[Span, ...]:
         return self.window.touches(outputs)

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     Example:
         >>> layout = Layout(shape=(1, 10), mesh_shape=(4,), cuts=((), (0,)))
         >>> layout.owned((3,))
-        Box(spans=(Span(start=0, stop=1), Span(start=9, stop=10)))
+        Box(spans=(Span(start=0, stop=1, step=1), Span(start=9, stop=10, step=1)))
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
             cuts[placement.dim] += (axis,)
         elif not isinstance(placement, (Partial, Replicate)):
             raise NotImplementedError(
-                f"torchhalo knows Shard, Replicate and Partial, got {placement} on mesh axis {axis}: "
+                f"torchhalo knows Shard, Replicate and Partial, got {placement!r} on mesh axis {axis}: "
                 "redistribute the tensor to one of these first"
             )
     return Layout(tuple(map(int, shape)), tuple(mesh.shape), tuple(cuts))

@@ -53,6 +53,7 @@ def run(
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         plan = exchange.plan(coordinate, places)
         box, word = fit(plan, coordinate)
+        halo = None if halo is None else dispatch.wait(halo)
         result = kernel(assemble(shard, halo, exchange, plan, box, fill), word, coordinate, *others)
         if halo is None or halo.numel():
             return result
