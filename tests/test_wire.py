@@ -58,7 +58,7 @@ def chunk(size: int, parts: int) -> list[set[int]]:
 
 
 def bound(related: Sequence[Pairs], sizes: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
-    """For each rank, how many elements of a tensor of ``sizes`` it needs, given its part of the other side, and does not own."""
+    """For each rank, how many elements of a tensor of ``sizes`` it needs for its part of the other side and does not own."""
     needs, owns = [], []
     for pair, size, parts in zip(related, sizes, mesh, strict=True):
         needs.append([set().union(*(pair[i] for i in part)) for part in chunk(len(pair), parts)])
