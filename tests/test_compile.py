@@ -37,7 +37,7 @@ def inputs(size: int) -> list[torch.Tensor]:
 
 @functools.cache
 def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    """One mesh per shape: with two equal ones in a process DTensor's caches mix them up, and torch.compile fails (stock too)."""
+    """One mesh per shape: DTensor's caches mix up two equal ones of a process, and torch.compile fails, also without torchhalo."""
     return init_device_mesh("cpu", ranks)
 
 
