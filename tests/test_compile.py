@@ -37,7 +37,7 @@ def inputs(size: int) -> list[torch.Tensor]:
 
 @functools.cache
 def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    """One mesh per shape: DTensor's caches mix up two equal ones of a process, and torch.compile fails, also without torchhalo."""
+    """One mesh per shape: DTensor's caches mix up two equal ones, and torch.compile fails then, with or without torchhalo."""
     return init_device_mesh("cpu", ranks)
 
 
