@@ -94,7 +94,7 @@ _stock_hash: Callable[[DTensor], str] | None = getattr(DTensor, "_stable_hash_fo
 
 def _hash_of_this_rank(tensor: DTensor) -> str:
     assert _stock_hash is not None
-    return f"{_stock_hash(tensor)}-{dist.get_rank()}"
+    return f"{_stock_hash(tensor)}-{_process_rank()}"
 
 
 @lru_cache(maxsize=1)
@@ -325,11 +325,17 @@ def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGr
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
 
 
+def _process_rank() -> int:
+    """The rank of this process, also in LocalTensor mode, where `dist.get_rank` may stand for all ranks at once."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.rank()
+
+
 @lru_cache(maxsize=256)
 def _fiber(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     with _disable_current_modes():
         ranks = mesh.mesh
-        here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        here = (ranks == _process_rank()).nonzero()[0].tolist()
         fiber = ranks[tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))].flatten().tolist()
     members = sorted(fiber)
     position = {rank: place for place, rank in enumerate(members)}
