@@ -73,6 +73,15 @@ def memory_format(shape: Sequence[int], stride: Sequence[int]) -> torch.memory_f
     return formats[len(shape)] if _dense(shape, stride, (0, *range(2, len(shape)), 1)) else torch.contiguous_format
 
 
+def strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a dense tensor of ``shape`` in a memory format."""
+    order = range(len(shape)) if format == torch.contiguous_format else (0, *range(2, len(shape)), 1)
+    found = dict.fromkeys(order, 1)
+    for place, dim in enumerate(order):
+        found[dim] = prod(max(1, shape[inner]) for inner in order[place + 1 :])
+    return tuple(found[dim] for dim in range(len(shape)))
+
+
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
     """Whether the dims lie in memory in ``order``, the outermost first, without gaps."""
     return all(

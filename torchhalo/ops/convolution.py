@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan
+from torchhalo.exchange import Exchange, Plan, anchor
 from torchhalo.geometry import Box, Mirror, Span, Window
 from torchhalo.layout import layout
-from torchhalo.windowed import exchange_between, memory_format, run
+from torchhalo.windowed import exchange_between, memory_format, run, strides
 
 aten = torch.ops.aten
 
@@ -184,7 +184,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         shape = target.owned(coordinate).shape
         if region.numel() and weight.numel() and 0 not in shape:
             return aten.convolution(region, weight, bias, *here.spread())
-        out = region.new_zeros(shape)
+        out = anchor(region.new_zeros(shape), region)
         return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
 
     shard = _laid_out(dispatch.local(input), input)
@@ -200,7 +200,12 @@ def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
     *parameters, mask = args[4:]
     config = _Convolution.of(args[2].ndim - 2, parameters)
     grad, input, weight = dispatch.as_dtensors(f"{config.name} backward", grad_output=args[0], input=args[1], weight=args[2])
-    results = dispatch.plain_result(op, grad, input, weight, bias_sizes, *config.spread(), list(mask))
+    # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
+    (output,) = dispatch.plain_result(aten.convolution.default, input, weight, None, *config.spread())
+    format = memory_format(output.shape, output.stride)
+    shapes = tuple(input.shape), tuple(weight.shape), tuple(bias_sizes or ())
+    formats = format, format, torch.contiguous_format
+    results = [dispatch.Meta(shape, strides(shape, f), input.dtype) for shape, f in zip(shapes, formats, strict=True)]
     mesh = input.device_mesh
     roles, groups = _roles(input.placements, weight.placements, mesh, config)
     placements = [
@@ -244,7 +249,7 @@ def _local_gradients(
             wanted = [mask[0], mask[1], False]
             found = aten.convolution_backward(region, input, weight, None, *here.spread(), wanted)[:2]
         else:
-            found = torch.zeros_like(input), torch.zeros_like(weight)
+            found = anchor(torch.zeros_like(input), region), anchor(torch.zeros_like(weight), region)
         return tuple(tensor for tensor, wanted in zip(found, mask, strict=False) if wanted)
 
     found: list[torch.Tensor] = []
