@@ -94,9 +94,14 @@ def test_all_ranks_hold_the_same_collectives(pool, ranks, size, partition, input
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [UNEVEN, EMPTY])
+@pytest.mark.parametrize("size", [EVEN, UNEVEN, EMPTY])
 def test_inductor_equals_eager(pool, size) -> None:
     pool(3).run(check, size, (3,), "inductor")
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN, EMPTY])
+def test_aot_eager_equals_eager(pool, size) -> None:
+    pool(3).run(check, size, (3,), "aot_eager")
 
 
 def check_inference() -> None:
