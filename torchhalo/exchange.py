@@ -179,7 +179,7 @@ def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Te
     Forward: each box that another rank needs goes to it, once. Adjoint: `fold`, which also undoes `assemble`.
 
     Returns:
-        The halo as one flat buffer, which is awaited when first used, or None if no rank needs any.
+        The halo as one flat buffer, for `dispatch.wait`, or None if no rank needs any.
     """
     return _transfer(shard, exchange, mesh, back=False) if exchange.needed() else None
 
@@ -203,7 +203,7 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Te
         if own.size:
             out[_index(exchange, out, own, plan.owned)] = region[_index(exchange, region, own, plan.needs)]
         if back is not None:
-            for target, values in _pieces(out, back, exchange, plan.sends, plan.owned):
+            for target, values in _pieces(out, dispatch.wait(back), exchange, plan.sends, plan.owned):
                 target.add_(values)
         return out
 
@@ -237,7 +237,7 @@ def assemble(
     """The source over ``region``, from the shard and its halo, on one rank.
 
     Args:
-        halo: What `start` returned.
+        halo: What `start` returned, awaited.
         region: Holds ``plan.needs``; it may reach beyond the tensor.
         fill: The value of what lies outside the tensor, or is not needed.
     """

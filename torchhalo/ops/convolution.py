@@ -196,8 +196,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @dispatch.register(aten.convolution_backward.default)
 def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.convolution_backward``."""
-    *_, bias_sizes = args[:4]
-    *parameters, mask = args[4:]
+    bias_sizes, *parameters, mask = args[3:]
     config = _Convolution.of(args[2].ndim - 2, parameters)
     grad, input, weight = dispatch.as_dtensors(f"{config.name} backward", grad_output=args[0], input=args[1], weight=args[2])
     # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
