@@ -11,13 +11,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhalo
 
@@ -90,6 +91,49 @@ def _serve(pipe: Any, rank: int, ranks: int, folder: str) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
+
+
+class Sent(NamedTuple):
+    """One collective: its name, such as ``all_to_all_single``, and how many elements each simulated rank got from the others.
+
+    Of a reduction, how many it takes part with.
+    """
+
+    name: str
+    received: dict[int, int]
+
+
+class _Wire(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Sent] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if func.namespace in ("_c10d_functional", "c10d", "_dtensor") and name != "wait_tensor":
+            given, got = (
+                {rank: part.numel() for rank, part in getattr(t, "elem", t)._local_tensors.items()} for t in (args[0], out)
+            )
+            kept = given if "all_gather" in name or "shard_dim" in name else dict.fromkeys(given, 0)
+            self.sent.append(Sent(name, {rank: n - kept[rank] for rank, n in got.items()}))
+        return out
+
+
+@contextlib.contextmanager
+def wire() -> Iterator[list[Sent]]:
+    """Every collective that simulated ranks run inside, torchhalo's and torch's own, in order.
+
+    Example:
+        >>> with simulated(2), wire() as sent:  # doctest: +SKIP
+        ...     F.conv2d(x, w, padding=1)
+        >>> sent  # doctest: +SKIP
+        [Sent(name='all_to_all_single', received={0: 24, 1: 24})]
+    """
+    with _Wire() as mode:
+        yield mode.sent
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

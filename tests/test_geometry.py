@@ -266,7 +266,7 @@ def test_geometry_imports_no_torch() -> None:
 import importlib.util, sys
 sys.modules["torch"] = None  # any import of it raises
 spec = importlib.util.spec_from_file_location("geometry", sys.argv[1])
-geometry = importlib.util.module_from_spec(spec)
+geometry = sys.modules["geometry"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(geometry)
 print(geometry.Window(kernel=3, before=1, after=1).reads(geometry.Span(4, 6)))
 """

@@ -6,14 +6,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, assert_parity, shard, simulated
+from harness import DEVICE, Sent, assert_parity, shard, simulated, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-
-from torchhalo import dispatch
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -40,19 +38,8 @@ def test_random_paddings(data: st.DataObject) -> None:
 
 def test_only_what_changes_owner_travels() -> None:
     """12 columns over 3 ranks, 4 each; with 3 more in front, 5 each: ranks 0, 1, 2 need columns -3..1, 2..6, 7..11."""
-    received = []
-    stock = dispatch.all_to_all
-
-    def counted(*args: object) -> torch.Tensor:
-        out = dispatch.wait(stock(*args))  # type: ignore[arg-type]
-        received.append({rank: part.numel() for rank, part in out._local_tensors.items()})
-        return out
-
     with simulated(3):
         x = shard(torch.randn(2, 12), init_device_mesh("cpu", (3,)), [Shard(1)])
-        dispatch.all_to_all = counted  # type: ignore[assignment]
-        try:
+        with wire() as sent:
             F.pad(x, (3, 0))
-        finally:
-            dispatch.all_to_all = stock
-    assert received == [{0: 0, 1: 2 * 2, 2: 2 * 1}]
+    assert sent == [Sent("all_to_all_single", {0: 0, 1: 2 * 2, 2: 2 * 1})]

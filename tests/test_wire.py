@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import shard, simulated
+from harness import shard, simulated, wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-import torchhalo.dispatch
-
 Pairs = list[set[int]]  # for each output coordinate along a dim, the inputs that it reads
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[list[dict[int, int]]]:
-    """For each exchange in turn, how many elements each rank received; any other collective is refused."""
-    exchanges: list[dict[int, int]] = []
-    stock = torchhalo.dispatch.all_to_all
-
-    def counted(tensor: torch.Tensor, received: list[int], sent: list[int], group: object) -> torch.Tensor:
-        out = stock(tensor, received, sent, group)
-        out = out.wait() if isinstance(out, funcol.AsyncCollectiveTensor) else out
-        exchanges.append({rank: part.numel() for rank, part in out._local_tensors.items()})
-        return out
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a convolution of a spatially sharded input ran a collective that is not its exchange")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchhalo.dispatch, "all_to_all", counted)
-        for name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor", "broadcast"):
-            patch.setattr(funcol, name, refuse)
-        yield exchanges
 
 
 def pairs(size: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool) -> tuple[Pairs, Pairs]:
@@ -94,17 +68,18 @@ def check(
             "padding": [padding * f for f in full],
             "dilation": [max(1, dilation * f) for f in full],
         }
-        with counting() as sent_forward:
+        with wire() as sent_forward:
             y = (F.conv_transpose2d if transposed else F.conv2d)(x, w, **kwargs)
         grad = shard(torch.ones(y.shape), devices, y.placements)
-        with counting() as sent_backward:
+        with wire() as sent_backward:
             y.backward(grad)
     for sent, least, per_element in (
         (sent_forward, bound(forward, size, mesh), batch * channels * math.prod(rest)),
         (sent_backward, bound(backward, out, mesh), batch * features * math.prod(rest)),
     ):
         assert len(sent) <= 1, "one exchange each way"
-        received = sent[0] if sent else dict.fromkeys(range(len(least)), 0)
+        assert all(each.name == "all_to_all_single" for each in sent)
+        received = sent[0].received if sent else dict.fromkeys(range(len(least)), 0)
         assert [received[rank] for rank in range(len(least))] == [n * per_element for n in least]
 
 

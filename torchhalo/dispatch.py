@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "Meta",
+    "all_gather",
+    "all_reduce",
     "all_to_all",
     "as_dtensors",
     "coordinate",
@@ -40,6 +42,7 @@ __all__ = [
     "per_rank",
     "plain_result",
     "redistribute",
+    "reduced",
     "register",
     "tracing",
     "wait",
@@ -214,6 +217,11 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     return tensor
 
 
+def reduced(tensor: DTensor) -> DTensor:
+    """``tensor`` with its partial sums added up, sharded as it was."""
+    return redistribute(tensor, [Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
     meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
@@ -304,6 +312,25 @@ def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int
     The result is for `wait`; what comes between overlaps with the communication.
     """
     return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+
+
+def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+    """``tensor`` reduced over the ranks along ``axes`` by one collective, whatever their number; as it is if there are none."""
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    return wait(funcol.all_reduce(tensor, reduction, fiber_group(mesh, axes)[0])) if axes else tensor
+
+
+def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """What the ranks along ``axes`` hold, stacked along a new first dim in row-major order of ``axes``, by one collective.
+
+    For small tensors of one shape, such as statistics; not for activations.
+    """
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return tensor.unsqueeze(0)
+    group, places = fiber_group(mesh, axes)
+    found = wait(funcol.all_gather_tensor(tensor.contiguous().unsqueeze(0), 0, group))
+    return found if places == tuple(range(len(places))) else torch.stack([found[place] for place in places])
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

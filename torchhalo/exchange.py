@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo import dispatch
-from torchhalo.geometry import Box, Mirror, Span, Window, boxes, hull
+from torchhalo.geometry import Box, Grid, Relation, Span, boxes, hull
 from torchhalo.layout import Layout
 
 
@@ -37,7 +37,7 @@ class Exchange(NamedTuple):
     source: Layout
     target: Layout
     dims: tuple[int, ...]
-    windows: tuple[Window | Mirror, ...]
+    windows: tuple[Relation, ...]
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -63,12 +63,14 @@ class Plan(NamedTuple):
 
     Attributes:
         owned: What the rank holds.
-        needs: The smallest box that holds all it needs.
+        exact: All it needs and nothing else.
+        needs: The smallest box that holds that.
         sends, receives: The boxes on the wire.
         sent, received: How many elements go to, and come from, each member of the group.
     """
 
     owned: Box
+    exact: Grid
     needs: Box
     sends: tuple[Box, ...]
     receives: tuple[Box, ...]
@@ -82,7 +84,7 @@ class _Line(NamedTuple):
     source: tuple[Span, ...]
     target: tuple[Span, ...]
     size: int
-    window: Window | Mirror
+    window: Relation
 
     def needs(self, part: int) -> tuple[Span, ...]:
         return _overlap(self.window.reads(self.target[part]), Span(0, self.size))
@@ -142,7 +144,7 @@ def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ..
             for line, own in zip(lines, owned, strict=True)
         ],
     )
-    return Plan(Box(owned), Box(tuple(map(hull, needs))), sends, receives, sent, received)
+    return Plan(Box(owned), Grid(tuple(needs)), Box(tuple(map(hull, needs))), sends, receives, sent, received)
 
 
 def _messages(
@@ -184,28 +186,33 @@ def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Te
     return _transfer(shard, exchange, mesh, back=False) if exchange.needed() else None
 
 
-def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Tensor:
+def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool = False) -> torch.Tensor:
     """The adjoint of `start` and `assemble`: what was received is sent back and added where it came from.
 
     Args:
-        region: A value for each element of ``plan.needs``.
+        region: A value for each element of ``plan.needs``, or of ``plan.exact``.
+        exact: Which of the two.
 
     Returns:
         One for each element of the shard.
     """
-    back = _transfer(region, exchange, mesh, back=True) if exchange.needed() else None
+    back = _transfer(region, exchange, mesh, back=True, exact=exact) if exchange.needed() else None
     places = group_places(exchange, mesh)
 
     def add(region: torch.Tensor, back: torch.Tensor | None, *coordinate: int) -> torch.Tensor:
         plan = exchange.plan(coordinate, places)
+        frame = plan.exact if exact else plan.needs
+        if back is None and frame in (plan.owned, Grid(tuple((span,) for span in plan.owned.spans))):
+            return region
         out = _empty(region, _resized(region, exchange, plan.owned)).zero_()
-        own = plan.owned & plan.needs
-        if own.size:
-            out[_index(exchange, out, own, plan.owned)] = region[_index(exchange, region, own, plan.needs)]
-        if back is not None:
-            for target, values in _pieces(out, dispatch.wait(back), exchange, plan.sends, plan.owned):
-                target.add_(values)
-        return out
+        for own in _common(plan.owned, frame):
+            out[_index(exchange, out, own, plan.owned)] = region[_index(exchange, region, own, frame)]
+        if back is None:
+            return out
+        back = dispatch.wait(back)
+        for target, values in _pieces(out, back, exchange, plan.sends, plan.owned):
+            target.add_(values)
+        return out if back.numel() else anchor(out, back)
 
     return dispatch.per_rank(add, region, back, *_here(mesh))
 
@@ -215,12 +222,13 @@ def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None
     return dispatch.fiber_group(mesh, exchange.axes)[1] if exchange.needed() else None
 
 
-def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: bool) -> torch.Tensor:
+def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: bool, exact: bool = False) -> torch.Tensor:
     group, places = dispatch.fiber_group(mesh, exchange.axes)
 
     def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
-        pieces, origin = (plan.receives, plan.needs) if back else (plan.sends, plan.owned)
+        frame = plan.exact if exact else plan.needs
+        pieces, origin = (plan.receives, frame) if back else (plan.sends, plan.owned)
         cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
         rest = _rest(tensor, exchange)
         counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
@@ -232,28 +240,36 @@ def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: 
 
 
 def assemble(
-    shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, region: Box, fill: float = 0.0
+    shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, region: Box | Grid, fill: float = 0.0
 ) -> torch.Tensor:
     """The source over ``region``, from the shard and its halo, on one rank.
 
     Args:
         halo: What `start` returned, awaited.
-        region: Holds ``plan.needs``; it may reach beyond the tensor.
+        region: ``plan.exact``, or a box that holds ``plan.needs`` and may reach beyond the tensor.
         fill: The value of what lies outside the tensor, or is not needed.
     """
     if region == plan.owned and not plan.receives:
         return shard
-    own = plan.owned & region
-    whole = own.size + sum(box.size for box in plan.receives) == region.size
+    common = _common(plan.owned, region)
+    whole = sum(box.size for box in (*common, *plan.receives)) == region.size
     out = _empty(shard, _resized(shard, exchange, region))
     if not whole:
         out.fill_(fill)
-    if own.size:
+    for own in common:
         out[_index(exchange, out, own, region)] = shard[_index(exchange, shard, own, plan.owned)]
     if halo is not None:
         for target, values in _pieces(out, halo, exchange, plan.receives, region):
             target.copy_(values)
     return out
+
+
+def _common(owned: Box, region: Box | Grid) -> tuple[Box, ...]:
+    """What a rank has itself of a region."""
+    if isinstance(region, Grid):
+        return boxes(_overlap(runs, span) for runs, span in zip(region.runs, owned.spans, strict=True))
+    own = owned & region
+    return (own,) if own.size else ()
 
 
 def _here(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -267,7 +283,7 @@ def _rest(tensor: torch.Tensor, exchange: Exchange) -> int:
     return prod(size for dim, size in enumerate(tensor.shape) if dim not in exchange.dims)
 
 
-def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box) -> list[int]:
+def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box | Grid) -> list[int]:
     """The shape of ``tensor`` with that of ``box`` along the exchange's dims."""
     shape = list(tensor.shape)
     for dim, size in zip(exchange.dims, box.shape, strict=True):
@@ -275,7 +291,7 @@ def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box) -> list[int]:
     return shape
 
 
-def _index(exchange: Exchange, tensor: torch.Tensor, box: Box, origin: Box) -> tuple[slice, ...]:
+def _index(exchange: Exchange, tensor: torch.Tensor, box: Box, origin: Box | Grid) -> tuple[slice, ...]:
     """Where ``box`` lies in a tensor that holds ``origin``."""
     index = [slice(None)] * tensor.ndim
     for dim, cut in zip(exchange.dims, box.within(origin), strict=True):
@@ -284,7 +300,7 @@ def _index(exchange: Exchange, tensor: torch.Tensor, box: Box, origin: Box) -> t
 
 
 def _pieces(
-    tensor: torch.Tensor, flat: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], origin: Box
+    tensor: torch.Tensor, flat: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], origin: Box | Grid
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each of ``boxes`` as a view of ``tensor``, which holds ``origin``, with its values in the flat buffer."""
     rest = _rest(tensor, exchange)

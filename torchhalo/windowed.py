@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan, anchor, assemble, group_places, start
-from torchhalo.geometry import Box, Mirror, Window
-from torchhalo.layout import Layout
+from torchhalo.exchange import Exchange, Plan, anchor, assemble, fold, group_places, start
+from torchhalo.geometry import Box, Grid, Relation, Span
+from torchhalo.layout import Layout, layout
 
 T = TypeVar("T")
 
 
-def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Window | Mirror]) -> Exchange:
+def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Relation]) -> Exchange:
     """The exchange for an op that reads ``source`` through ``windows``, one per dim that it moves along."""
     dims = tuple(dim for dim in sorted(windows) if source.cuts[dim])
     return Exchange(source, target, dims, tuple(windows[dim] for dim in dims))
@@ -28,7 +29,7 @@ def run(
     shard: torch.Tensor,
     exchange: Exchange,
     mesh: DeviceMesh,
-    fit: Callable[[Plan, tuple[int, ...]], tuple[Box, T]],
+    fit: Callable[[Plan, tuple[int, ...]], tuple[Box | Grid, T]],
     *others: torch.Tensor | None,
     fill: float = 0.0,
 ) -> Any:
@@ -63,6 +64,142 @@ def run(
         return tuple(anchor(tensor, halo) if tensor is smallest else tensor for tensor in result)
 
     return dispatch.per_rank(on_rank, shard, halo, others, dispatch.coordinate(mesh))
+
+
+class Here(NamedTuple):
+    """Where one rank stands in a windowed op.
+
+    Attributes:
+        coordinate: Its place in the mesh.
+        owned: What it owns of the source, all dims.
+        outputs: What it owns of the target, all dims.
+        region: What the kernel is given of the source (forward), or must give of its gradient (adjoint), over ``dims``.
+        dims: The dims that are sharded and have a window.
+    """
+
+    coordinate: tuple[int, ...]
+    owned: Box
+    outputs: Box
+    region: Box | Grid
+    dims: tuple[int, ...]
+
+    def held(self, dim: int) -> Span:
+        """The span of the source along ``dim`` that the region holds; not for a region that is a grid."""
+        assert isinstance(self.region, Box)
+        return self.region.spans[self.dims.index(dim)] if dim in self.dims else self.owned.spans[dim]
+
+
+Region = Callable[[Exchange, Plan, tuple[int, ...]], "Box | Grid"]
+
+
+def reach(exchange: Exchange, plan: Plan, coordinate: tuple[int, ...]) -> Box:
+    """All that the rank's outputs reach, also beyond the tensor: there the region is filled."""
+    own = exchange.target.owned(coordinate)
+    return Box(tuple(window.reach(own.spans[dim]) for dim, window in zip(exchange.dims, exchange.windows, strict=True)))
+
+
+def hull(exchange: Exchange, plan: Plan, coordinate: tuple[int, ...]) -> Box:
+    """The smallest box within the tensor that holds all that the rank's outputs read."""
+    return plan.needs
+
+
+def exact(exchange: Exchange, plan: Plan, coordinate: tuple[int, ...]) -> Grid:
+    """Just what the rank's outputs read."""
+    return plan.exact
+
+
+def forward(
+    kernel: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    input: DTensor,
+    windows: Mapping[int, Relation],
+    results: Sequence[dispatch.Meta],
+    *others: DTensor | None,
+    region: Region = hull,
+    fill: float = 0.0,
+) -> tuple[DTensor, ...]:
+    """Apply a local kernel to a sharded tensor; the results are sharded as it is.
+
+    Args:
+        kernel: Called with what ``region`` says of the source, a `Here`, and the shards of ``others``; it returns the rank's
+            part of each of ``results``, a tensor if there is one, else a tuple. It is also called where a shard is empty.
+        input: Partial sums are added up first.
+        windows: For each dim that the op moves along, what an output reads. All dims keep their place.
+        results: What plain torch gives for the whole tensor.
+        others: Tensors that the kernel also wants, as they are.
+        region: `hull`, `reach` or `exact`.
+        fill: The value of what lies outside the source.
+
+    Example:
+        Every second column, of whatever is sharded (below autograd, in a handler)::
+
+            (y,) = forward(lambda region, here: region, x, {3: Window(1, stride=2)}, [result], region=exact)
+    """
+    mesh = input.device_mesh
+    input = dispatch.reduced(input)
+    placements = input.placements
+    if dispatch.coordinate(mesh) is None:
+        nothing = dispatch.local(input)
+        return tuple(dispatch.wrap(nothing.new_empty(0, dtype=r.dtype), mesh, placements, r) for r in results)
+    exchange = exchange_between(layout(input.shape, mesh, placements), layout(results[0].shape, mesh, placements), windows)
+
+    def fit(plan: Plan, coordinate: tuple[int, ...]) -> tuple[Box | Grid, Here]:
+        held = region(exchange, plan, coordinate)
+        owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
+        return held, Here(coordinate, owned, outputs, held, exchange.dims)
+
+    def on_region(region: torch.Tensor, here: Here, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
+        return kernel(region, here, *others)
+
+    shards = [None if other is None else dispatch.local(other) for other in others]
+    out = run(on_region, laid_out(dispatch.local(input), input), exchange, mesh, fit, *shards, fill=fill)
+    outs = (out,) if len(results) == 1 else out
+    return tuple(
+        dispatch.wrap(laid_out(shard, result), mesh, placements, result) for shard, result in zip(outs, results, strict=True)
+    )
+
+
+def adjoint(
+    kernel: Callable[..., torch.Tensor],
+    grad: DTensor,
+    windows: Mapping[int, Relation],
+    result: dispatch.Meta,
+    *others: DTensor | None,
+    region: Region = hull,
+) -> DTensor:
+    """The gradient of a linear `forward`: each rank turns its part of ``grad`` into one over all it read, which is folded.
+
+    Args:
+        kernel: Called with the rank's shard of ``grad``, a `Here` and the shards of ``others``; it returns a value for each
+            element of the region.
+        grad: The gradient of the target, sharded as the source is to be.
+        windows: As in the forward op.
+        result: The source's shape, strides and dtype.
+        region: `hull` or `exact`.
+    """
+    mesh = grad.device_mesh
+    grad = dispatch.reduced(grad)
+    placements = grad.placements
+    if dispatch.coordinate(mesh) is None:
+        return dispatch.wrap(dispatch.local(grad).new_empty(0, dtype=result.dtype), mesh, placements, result)
+    exchange = exchange_between(layout(result.shape, mesh, placements), layout(grad.shape, mesh, placements), windows)
+    places = group_places(exchange, mesh)
+
+    def on_rank(shard: torch.Tensor, others: Sequence[torch.Tensor | None], coordinate: tuple[int, ...]) -> torch.Tensor:
+        plan = exchange.plan(coordinate, places)
+        owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
+        here = Here(coordinate, owned, outputs, region(exchange, plan, coordinate), exchange.dims)
+        return kernel(shard, here, *others)
+
+    shards = [None if other is None else dispatch.local(other) for other in others]
+    values = dispatch.per_rank(on_rank, laid_out(dispatch.local(grad), grad), shards, dispatch.coordinate(mesh))
+    out = fold(values, exchange, mesh, exact=region is exact)
+    return dispatch.wrap(laid_out(out, result), mesh, placements, result)
+
+
+def laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tensor:
+    """The shard in the memory format of the whole tensor."""
+    stride = whole.stride() if isinstance(whole, DTensor) else whole.stride
+    return shard.contiguous(memory_format=memory_format(whole.shape, stride))
 
 
 def memory_format(shape: Sequence[int], stride: Sequence[int]) -> torch.memory_format:

@@ -20,7 +20,7 @@ from torchhalo import dispatch
 from torchhalo.exchange import Exchange, Plan, anchor
 from torchhalo.geometry import Box, Mirror, Span, Window
 from torchhalo.layout import layout
-from torchhalo.windowed import exchange_between, memory_format, run, strides
+from torchhalo.windowed import exchange_between, laid_out, memory_format, run, strides
 
 aten = torch.ops.aten
 
@@ -143,6 +143,7 @@ def _fitter(config: _Convolution, exchange: Exchange, grow_sparse: bool) -> Call
         own = exchange.target.owned(coordinate)
         for dim, window, needs in zip(exchange.dims, exchange.windows, plan.needs.spans, strict=True):
             window = window.window if isinstance(window, Mirror) else window
+            assert isinstance(window, Window)
             span, padding[dim - 2], surplus = _fit(window, needs, own.spans[dim], grow_sparse)
             output_padding[dim - 2] = surplus if config.transposed else 0
             region.append(span)
@@ -187,10 +188,10 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         out = anchor(region.new_zeros(shape), region)
         return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
 
-    shard = _laid_out(dispatch.local(input), input)
+    shard = laid_out(dispatch.local(input), input)
     fit = _fitter(config._replace(groups=groups), exchange, grow_sparse=config.transposed)
     out = run(kernel, shard, exchange, mesh, fit, dispatch.local(weight), None if bias is None else dispatch.local(bias))
-    return dispatch.wrap(_laid_out(out, result), mesh, placements, result)
+    return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 
 @dispatch.register(aten.convolution_backward.default)
@@ -219,7 +220,7 @@ def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
         grad = dispatch.redistribute(grad, [role.grad_output for role in roles])
         grads = _local_gradients(config._replace(groups=groups), roles, grad, input, weight, mask)
     wrapped = [
-        None if shard is None else dispatch.wrap(_laid_out(shard, result), mesh, placement, result)
+        None if shard is None else dispatch.wrap(laid_out(shard, result), mesh, placement, result)
         for shard, placement, result in zip(grads, placements, results, strict=True)
     ]
     if wrapped[1] is not None:
@@ -252,10 +253,10 @@ def _local_gradients(
         return tuple(tensor for tensor, wanted in zip(found, mask, strict=False) if wanted)
 
     found: list[torch.Tensor] = []
-    shard = _laid_out(dispatch.local(grad), grad)
+    shard = laid_out(dispatch.local(grad), grad)
     if mask[0] or mask[1]:
         fit = _fitter(config, exchange, grow_sparse=not config.transposed)
-        found += run(kernel, shard, exchange, mesh, fit, _laid_out(dispatch.local(input), input), dispatch.local(weight))
+        found += run(kernel, shard, exchange, mesh, fit, laid_out(dispatch.local(input), input), dispatch.local(weight))
     if mask[2]:
         found.append(shard.sum([0, *range(2, shard.ndim)]))
     grads = iter(found)
@@ -267,12 +268,6 @@ def _returned(computed: Placement, owner: Placement) -> Placement:
     if isinstance(owner, Shard):
         return owner
     return Replicate() if isinstance(computed, Shard) else computed
-
-
-def _laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tensor:
-    """The shard in the memory format of the whole tensor."""
-    stride = whole.stride() if isinstance(whole, DTensor) else whole.stride
-    return shard.contiguous(memory_format=memory_format(whole.shape, stride))
 
 
 @dispatch.register(
