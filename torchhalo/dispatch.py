@@ -44,6 +44,7 @@ __all__ = [
     "redistribute",
     "reduced",
     "register",
+    "registry",
     "tracing",
     "wait",
     "wrap",
@@ -56,21 +57,45 @@ Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
+
+class Entry(NamedTuple):
+    """A handled op as the docs list it: its family is the file in ``ops/`` that handles it."""
+
+    op: Op
+    family: str
+    traffic: str
+    limits: str
+
+
 _handlers: dict[Op, Handler] = {}
+_entries: dict[Op, Entry] = {}
 _replaced: dict[Op, Handler | None] = {}
 
 
 # Switching on and off.
 
 
-def register(*ops: Op) -> Callable[[F], F]:
-    """Make the decorated function the handler of ``ops``: called as ``handler(op, args, kwargs)`` while enabled."""
+def register(*ops: Op, traffic: str, limits: str = "") -> Callable[[F], F]:
+    """Make the decorated function the handler of ``ops``: called as ``handler(op, args, kwargs)`` while enabled.
+
+    Args:
+        traffic: What travels between the ranks, for the docs; a phrase such as "the halo of the input".
+        limits: What the op refuses or does worse than it could, for the docs; nothing if it has no such limits.
+    """
 
     def keep(handler: F) -> F:
-        _handlers.update(dict.fromkeys(ops, handler))
+        family = handler.__module__.rpartition(".")[2]
+        for op in ops:
+            _handlers[op] = handler
+            _entries[op] = Entry(op, family, traffic, limits)
         return handler
 
     return keep
+
+
+def registry() -> list[Entry]:
+    """Every op that torchhalo handles, in the order of registration."""
+    return list(_entries.values())
 
 
 def _stock_handlers() -> dict[Op, Handler]:

@@ -152,7 +152,11 @@ def _fitter(config: _Convolution, exchange: Exchange, grow_sparse: bool) -> Call
     return fit
 
 
-@dispatch.register(aten.convolution.default)
+@dispatch.register(
+    aten.convolution.default,
+    traffic="the halo of the input",
+    limits="groups that do not divide among the ranks that share the channels gather the channels",
+)
 def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.convolution``."""
     config = _Convolution.of(args[1].ndim - 2, args[3:])
@@ -194,7 +198,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 
-@dispatch.register(aten.convolution_backward.default)
+@dispatch.register(aten.convolution_backward.default, traffic="the halo of the gradient of the output")
 def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.convolution_backward``."""
     bias_sizes, *parameters, mask = args[3:]
@@ -280,6 +284,7 @@ def _returned(computed: Placement, owner: Placement) -> Placement:
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
+    traffic="the halo of the input",
 )
 def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of what `torch.inference_mode` leaves undecomposed: down to ``aten.convolution``, as autograd would."""

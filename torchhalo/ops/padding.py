@@ -14,7 +14,7 @@ from torchhalo.windowed import Here, forward, reach
 aten = torch.ops.aten
 
 
-@dispatch.register(aten.constant_pad_nd.default)
+@dispatch.register(aten.constant_pad_nd.default, traffic="what changes owner")
 def constant_pad_nd(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.constant_pad_nd``: ``1234 -> 0012340``; negative padding crops."""
     input, padding, value = (*args, 0)[:3]
