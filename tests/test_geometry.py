@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchhalo import geometry
-from torchhalo.geometry import Box, Mirror, Span, Window, boxes, chunks, hull, merge
+from torchhalo.geometry import Box, Grid, Intervals, Mirror, Piece, Pieces, Span, Window, boxes, chunks, hull, merge
 
 many = settings(max_examples=2000, derandomize=True, deadline=None)
 some = settings(max_examples=400, derandomize=True, deadline=None)
@@ -259,6 +260,81 @@ def test_mirror_undoes_the_size(window: Window, size: int) -> None:
 
 
 # The file.
+
+
+# Grids, pieces and intervals.
+
+
+@some
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=4), st.data())
+def test_a_box_within_a_grid(parts: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    runs, start = [], data.draw(st.integers(-5, 5))
+    for gap, count, step in parts:
+        runs.append(Span(start + gap, start + gap + (count - 1) * step + 1, step))
+        start = runs[-1].stop
+    held = [point for run in runs for point in range(*run)]
+    grid = Grid((tuple(runs), (Span(7, 9),)))
+    assert grid.shape == (len(held), 2) and grid.size == 2 * len(held)
+    run = data.draw(st.sampled_from(runs))
+    cut = run & Span(*sorted((data.draw(st.integers(run.start, run.stop)), data.draw(st.integers(run.start, run.stop)))))
+    first, second = Box((cut, Span(8, 9))).within(grid)
+    assert held[first] == list(range(*cut)) and [7, 8][second] == [8]
+
+
+def test_what_no_run_of_a_grid_holds_is_refused() -> None:
+    grid = Grid(((Span(0, 2), Span(4, 9, 2)),))
+    for span in (Span(1, 5), Span(2, 3), Span(5, 6), Span(9, 10)):
+        with pytest.raises(ValueError, match="none of"):
+            Box((span,)).within(grid)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Pieces, list[int]]:
+    """Pieces, and for each output the input that it reads."""
+    pieces, table = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        count, first, sign = draw(st.integers(1, 5)), draw(st.integers(4, 9)), draw(st.sampled_from([-1, 0, 1]))
+        pieces.append(Piece(Span(len(table), len(table) + count), first, sign))
+        table += [first + sign * i for i in range(count)]
+    return Pieces(tuple(pieces)), table
+
+
+@some
+@given(tables(), spans)
+def test_pieces_read_what_their_table_says(given: tuple[Pieces, list[int]], span: Span) -> None:
+    pieces, table = given
+    reads = {table[o] for o in points(span) if 0 <= o < len(table)}
+    assert_runs(pieces.reads(span), reads)
+    assert pieces.reach(span) == hull(pieces.reads(span))
+    assert_runs(pieces.touches(span), {o for o, i in enumerate(table) if i in points(span)})
+
+
+@dataclass(frozen=True)
+class Listed(Intervals):
+    """Intervals from a list."""
+
+    listed: tuple[tuple[int, int], ...]
+
+    def interval(self, output: int) -> Span:
+        return Span(*self.listed[output])
+
+
+@some
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9), st.data())
+def test_intervals_read_what_their_list_says(steps: list[tuple[int, int]], data: st.DataObject) -> None:
+    start, stop, listed = 0, 1, []
+    for more, further in steps:
+        start, stop = start + more, max(stop + further, start + more + 1)
+        listed.append((start, stop))
+    relation = Listed(inputs=stop, outputs=len(listed), listed=tuple(listed))
+    a, b = sorted((data.draw(st.integers(0, len(listed))), data.draw(st.integers(0, len(listed)))))
+    expected = set().union(*(range(*listed[o]) for o in range(a, b)))
+    assert_runs(relation.reads(Span(a, b)), expected)
+    assert relation.reach(Span(a, b)) == hull(relation.reads(Span(a, b)))
+    c, d = sorted((data.draw(st.integers(0, stop)), data.draw(st.integers(0, stop))))
+    touching = {o for o, interval in enumerate(listed) if set(range(*interval)) & set(range(c, d))}
+    assert touching <= union(relation.touches(Span(c, d)))
+    assert hull(relation.touches(Span(c, d))) == (Span(min(touching), max(touching) + 1) if touching else Span(0, 0))
 
 
 def test_geometry_imports_no_torch() -> None:

@@ -2,7 +2,8 @@
 
 from torchhalo import ops as ops
 from torchhalo.dispatch import disable, enable, enabled
+from torchhalo.gathers import GatherError, GatherWarning, strict
 
-__all__ = ["disable", "enable", "enabled"]
+__all__ = ["GatherError", "GatherWarning", "disable", "enable", "enabled", "strict"]
 
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -26,6 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from torchhalo import gathers
 
 __all__ = [
     "Meta",
@@ -47,6 +50,7 @@ __all__ = [
     "registry",
     "tracing",
     "wait",
+    "without_partial",
     "wrap",
 ]
 
@@ -143,6 +147,58 @@ def _tag_compiled_code(on: bool) -> None:
         setattr(DTensor, "_stable_hash_for_caching", _hash_of_this_rank if on else _stock_hash)  # noqa: B010
 
 
+def _out_handlers() -> dict[Op, Handler]:
+    """Handlers of the ``out=`` variants of the handled ops."""
+    found: dict[Op, Handler] = {}
+    for op in _handlers:
+        names = [(arg.name, str(arg.type)) for arg in op._schema.arguments]
+        for overload in (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads()):
+            rest = [(arg.name, str(arg.type)) for arg in overload._schema.arguments if not arg.is_out]
+            if overload not in _handlers and len(rest) < len(overload._schema.arguments) and rest == names:
+                found[overload] = _into_out(op)
+    return found
+
+
+def _into_out(op: Op) -> Handler:
+    """The handler that computes ``op`` and writes its results into those that were given."""
+
+    def handler(variant: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        names = [arg.name for arg in variant._schema.arguments if arg.is_out]
+        outs = [kwargs[name] for name in names]
+        results = op(*args, **{key: value for key, value in kwargs.items() if key not in names})
+        for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
+            if not isinstance(out, DTensor) or out.shape != result.shape or out.dtype != result.dtype:
+                raise RuntimeError(
+                    f"{op.overloadpacket.__name__}: `out` must be a DTensor of shape {tuple(result.shape)} and {result.dtype}, "
+                    f"got a {type(out).__name__} of shape {tuple(out.shape)} and {out.dtype}"
+                )
+            out.copy_(result)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return handler
+
+
+def _watch_redistribution(on: bool) -> None:
+    """Let `gathers` know what stock ops redistribute."""
+    dispatcher = DTensor._op_dispatcher
+    dispatcher.__dict__.pop("redistribute_local_args", None)
+    if on:
+        stock = dispatcher.redistribute_local_args
+        setattr(dispatcher, "redistribute_local_args", partial(_redistribute_local_args, stock))  # noqa: B010
+    else:
+        gathers.forget()
+
+
+def _redistribute_local_args(stock: Callable[..., None], op_info: Any, schema: Any, use_values: bool) -> None:
+    wanted = schema.args_schema if op_info.args_tree_spec is None else tree_leaves(schema.args_schema)
+    for spec, other in zip(op_info.flat_args_schema, wanted, strict=False):
+        if isinstance(spec, DTensorSpec) and spec != other and isinstance(other, DTensorSpec):
+            assert spec.tensor_meta is not None
+            shape, _, dtype = spec.tensor_meta
+            gathers.notice(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+    stock(op_info, schema, use_values)
+
+
 class _Enabled:
     """What `enable` returns: leaving it as a context restores what was in force before the call."""
 
@@ -173,9 +229,11 @@ def enable() -> _Enabled:
     handlers = _stock_handlers()
     was_enabled = enabled()
     if not was_enabled:
-        _replaced.update({op: handlers.get(op) for op in _handlers})
-        handlers.update(_handlers)
+        ours = {**_handlers, **_out_handlers()}
+        _replaced.update({op: handlers.get(op) for op in ours})
+        handlers.update(ours)
         _tag_compiled_code(True)
+        _watch_redistribution(True)
     return _Enabled(was_enabled)
 
 
@@ -188,6 +246,7 @@ def disable() -> None:
     """
     handlers = _stock_handlers()
     _tag_compiled_code(False)
+    _watch_redistribution(False)
     for op, handler in _replaced.items():
         if handler is None:
             handlers.pop(op, None)
@@ -230,8 +289,14 @@ def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
     return DTensor(shard, spec, requires_grad=False)
 
 
-def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``tensor`` with other placements, by DTensor's own collectives; the same object if it has them already."""
+def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None = None) -> DTensor:
+    """``tensor`` with other placements, by DTensor's own collectives; the same object if it has them already.
+
+    Args:
+        op: For an activation, the op that wants it so, which is named if that gathers it.
+    """
+    if op is not None:
+        gathers.notice(op, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, placements)
     reduced = [Replicate() if p.is_partial() and p != q else p for p, q in zip(tensor.placements, placements, strict=True)]
     for step in (reduced, placements):
         spec = tensor._spec
@@ -244,7 +309,12 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 def reduced(tensor: DTensor) -> DTensor:
     """``tensor`` with its partial sums added up, sharded as it was."""
-    return redistribute(tensor, [Replicate() if p.is_partial() else p for p in tensor.placements])
+    return redistribute(tensor, without_partial(tensor.placements))
+
+
+def without_partial(placements: Sequence[Placement]) -> list[Placement]:
+    """The placements of a tensor after its partial sums are added up, which are those of what is computed from it."""
+    return [Replicate() if p.is_partial() else p for p in placements]
 
 
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:

@@ -168,7 +168,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     placements = [role.output for role in roles]
     if dispatch.coordinate(mesh) is None:
         return dispatch.wrap(dispatch.local(input).new_empty(0), mesh, placements, result)
-    input = dispatch.redistribute(input, [role.input for role in roles])
+    input = dispatch.redistribute(input, [role.input for role in roles], op)
     weight = dispatch.redistribute(weight, [role.weight for role in roles])
     bias = bias if bias is None else dispatch.redistribute(bias, [role.bias for role in roles])
     summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
