@@ -113,7 +113,7 @@ class _Wire(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        if func.namespace in ("_c10d_functional", "c10d", "_dtensor") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if func.namespace in ("_c10d_functional", "_dtensor") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             given, got = (
                 {rank: part.numel() for rank, part in getattr(t, "elem", t)._local_tensors.items()} for t in (args[0], out)
             )
