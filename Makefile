@@ -25,8 +25,9 @@ $(READY): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Two workers, each with simulated ranks and gloo processes of its own: most tests keep one core busy.
 test: lint  ## format, lint and type checks, then all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Types are checked against the pinned torch alone: the annotations of its private API differ from release to release.
 lint: $(READY)  ## format, lint and type checks

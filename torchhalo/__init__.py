@@ -3,7 +3,9 @@
 from torchhalo import ops as ops
 from torchhalo.dispatch import disable, enable, enabled
 from torchhalo.gathers import GatherError, GatherWarning, strict
+from torchhalo.ops.randomness import torch_random
+from torchhalo.plain import plain_as_replicated
 
-__all__ = ["GatherError", "GatherWarning", "disable", "enable", "enabled", "strict"]
+__all__ = ["GatherError", "GatherWarning", "disable", "enable", "enabled", "plain_as_replicated", "strict", "torch_random"]
 
 __version__ = "0.1.0"

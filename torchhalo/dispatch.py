@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dispatch.python import no_python_dispatcher
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed._local_tensor import maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,23 +34,37 @@ from torchhalo import gathers
 
 __all__ = [
     "Meta",
+    "aliasing_ops",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "around",
     "as_dtensors",
+    "bound",
+    "concrete",
     "coordinate",
     "disable",
     "enable",
     "enabled",
     "fiber_group",
     "local",
+    "mutated",
+    "once",
+    "origin",
     "per_rank",
     "plain_result",
+    "plain_view",
     "redistribute",
+    "reduce_scatter",
     "reduced",
     "register",
     "registry",
+    "remember",
+    "replicate_implicitly",
+    "replicated",
+    "stock",
     "tracing",
+    "version",
     "wait",
     "without_partial",
     "wrap",
@@ -74,6 +90,7 @@ class Entry(NamedTuple):
 _handlers: dict[Op, Handler] = {}
 _entries: dict[Op, Entry] = {}
 _replaced: dict[Op, Handler | None] = {}
+_around: dict[Op, list[Callable[[Handler], Handler]]] = {}
 
 
 # Switching on and off.
@@ -95,6 +112,62 @@ def register(*ops: Op, traffic: str, limits: str = "") -> Callable[[F], F]:
         return handler
 
     return keep
+
+
+def around(*ops: Op) -> Callable[[F], F]:
+    """Make the decorated function, from a handler to a handler, wrap whatever handles ``ops``: torchhalo or DTensor itself."""
+
+    def keep(wrapper: F) -> F:
+        for op in ops:
+            _around.setdefault(op, []).append(wrapper)
+        return wrapper
+
+    return keep
+
+
+def _wrapped(handlers: dict[Op, Handler]) -> dict[Op, Handler]:
+    """The handlers with what is `around` them, and those of other ops that something is around."""
+    found = dict(handlers)
+    for op, wrappers in _around.items():
+        for wrapper in wrappers:
+            found[op] = wrapper(found.get(op, stock))
+    return found
+
+
+def bound(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of ``op`` in the order of its schema, defaults filled in."""
+    rest = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(arg.name, arg.default_value) for arg in rest)]
+
+
+def mutated(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The DTensors among the arguments that ``op`` writes to."""
+    positions, names = _writes(op)
+    written = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+    tensors = (t for arg in written for t in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return [t for t in tensors if isinstance(t, DTensor)]
+
+
+@lru_cache(maxsize=4096)
+def _writes(op: Op) -> tuple[list[int], list[str]]:
+    arguments = list(enumerate(op._schema.arguments))
+    written = [(i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    return [i for i, _ in written], [name for _, name in written]
+
+
+def aliasing_ops() -> tuple[list[Op], list[Op]]:
+    """The aten ops that write to a tensor, and those whose result is a view of one."""
+    writers: list[Op] = []
+    views: list[Op] = []
+    for schema in torch._C._jit_get_all_schemas():
+        tensors = [arg for arg in (*schema.arguments, *schema.returns) if "Tensor" in str(arg.type)]
+        if not schema.name.startswith("aten::") or "Dict" in str(schema) or "t(a" in str(schema):
+            continue
+        marks = [arg.alias_info.is_write for arg in tensors if arg.alias_info is not None]
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+        if marks:
+            (writers if any(marks) else views).append(getattr(packet, schema.overload_name or "default"))
+    return writers, views
 
 
 def registry() -> list[Entry]:
@@ -199,6 +272,62 @@ def _redistribute_local_args(stock: Callable[..., None], op_info: Any, schema: A
     stock(op_info, schema, use_values)
 
 
+_stock_sync_batch_norm = torch.nn.SyncBatchNorm.forward
+
+
+def _swap_sync_batch_norm(on: bool) -> None:
+    """Let `torch.nn.SyncBatchNorm`, which has collectives of its own, treat a DTensor as batch norm does: as one tensor."""
+    setattr(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm if on else _stock_sync_batch_norm)  # noqa: B010
+
+
+def _sync_batch_norm(module: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    if not isinstance(input, DTensor):
+        return _stock_sync_batch_norm(module, input)
+    if module.training and not torch.compiler.is_compiling():
+        _check_sync_group(module, input.device_mesh)
+    return torch.nn.modules.batchnorm._BatchNorm.forward(module, input)
+
+
+def _check_sync_group(module: torch.nn.SyncBatchNorm, mesh: DeviceMesh) -> None:
+    with _disable_current_modes():
+        inside = mesh.mesh.flatten().tolist()
+    group = dist.get_process_group_ranks(module.process_group or dist.group.WORLD)
+    others = sorted(set(group) - set(inside))
+    if others:
+        raise RuntimeError(
+            f"SyncBatchNorm: its process group must lie in the device mesh of its input, a DTensor; ranks {others} of the group "
+            f"are not in {mesh}. Make the module with process_group=mesh.get_group() for statistics over the mesh, or shard the "
+            "batch over a mesh that holds all ranks for statistics over all of them"
+        )
+
+
+# While torch.compile traces, torch takes some ops apart in Python before autograd sees them, into indices that are plain
+# tensors; a DTensor must get past that to its handler.
+_decompositions: dict[Op, dict[Any, Callable[..., Any]]] = {}
+
+
+def _keep_whole(on: bool) -> None:
+    """Let the handled ops reach DTensor whole, also where torch has a Python decomposition above autograd."""
+    keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+    for op in list(_handlers) if on else list(_decompositions):
+        found = {key: op.py_kernels[key] for key in keys if key in op.py_kernels} if on else _decompositions.pop(op)
+        if on and found:
+            _decompositions[op] = found
+        op.py_kernels.update({key: _whole(op, kernel) if on else kernel for key, kernel in found.items()})
+        if found:
+            op._dispatch_cache.clear()
+
+
+def _whole(op: Op, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return decomposition(*args, **kwargs)
+        with no_python_dispatcher():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
 class _Enabled:
     """What `enable` returns: leaving it as a context restores what was in force before the call."""
 
@@ -229,11 +358,13 @@ def enable() -> _Enabled:
     handlers = _stock_handlers()
     was_enabled = enabled()
     if not was_enabled:
-        ours = {**_handlers, **_out_handlers()}
+        ours = _wrapped({**_handlers, **_out_handlers()})
         _replaced.update({op: handlers.get(op) for op in ours})
         handlers.update(ours)
         _tag_compiled_code(True)
         _watch_redistribution(True)
+        _keep_whole(True)
+        _swap_sync_batch_norm(True)
     return _Enabled(was_enabled)
 
 
@@ -247,6 +378,8 @@ def disable() -> None:
     handlers = _stock_handlers()
     _tag_compiled_code(False)
     _watch_redistribution(False)
+    _keep_whole(False)
+    _swap_sync_batch_norm(False)
     for op, handler in _replaced.items():
         if handler is None:
             handlers.pop(op, None)
@@ -265,6 +398,18 @@ def enabled() -> bool:
         True
     """
     return bool(_replaced)
+
+
+def stock(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What DTensor makes of ``op`` without torchhalo; for a handler that has nothing to say about its arguments."""
+    handlers: dict[Op, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours, theirs = handlers.pop(op), _replaced[op]
+    if theirs is not None:
+        handlers[op] = theirs
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
 
 
 # DTensors, below autograd.
@@ -286,7 +431,35 @@ def local(tensor: DTensor) -> torch.Tensor:
 def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> DTensor:
     """The DTensor with global ``meta`` of which this rank holds ``shard``."""
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
-    return DTensor(shard, spec, requires_grad=False)
+    return DTensor(_bare(shard), spec, requires_grad=False)
+
+
+def _bare(shard: torch.Tensor) -> torch.Tensor:
+    """Without the mark that `DTensor.from_local` leaves on the shard of a tensor that requires a gradient."""
+    return shard.detach() if shard.requires_grad else shard
+
+
+def remember(tensor: DTensor, origin: object) -> DTensor:
+    """``tensor``, which from now on knows where it comes from."""
+    setattr(tensor, "_torchhalo_origin", origin)  # noqa: B010
+    return tensor
+
+
+def origin(tensor: torch.Tensor) -> Any:
+    """What was given to `remember`, or None."""
+    return getattr(tensor, "_torchhalo_origin", None)
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Inside, new tensors are ones whose versions are counted, also in inference mode; still below autograd."""
+    with torch.inference_mode(False), torch._C._AutoDispatchBelowADInplaceOrView(), torch.no_grad():
+        yield
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor, or one that it is a view of, was written to; always 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None = None) -> DTensor:
@@ -303,7 +476,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
         if tuple(step) != spec.placements:
             target = DTensorSpec(spec.mesh, tuple(step), spec.tensor_meta)
             shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
-            tensor = DTensor(shard, target, requires_grad=False)
+            tensor = DTensor(_bare(shard), target, requires_grad=False)
     return tensor
 
 
@@ -330,6 +503,14 @@ def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     )
 
 
+def replicate_implicitly(on: bool) -> bool:
+    """Let DTensor take plain tensors as replicated, or not; what it did before."""
+    dispatcher = DTensor._op_dispatcher
+    before = bool(dispatcher._allow_implicit_replication)
+    dispatcher._allow_implicit_replication = on
+    return before
+
+
 def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: DeviceMesh) -> DTensor:
     if not DTensor._op_dispatcher._allow_implicit_replication:
         raise RuntimeError(
@@ -337,27 +518,46 @@ def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: Dev
             "is a plain tensor. Put the module on the mesh with torch.distributed.tensor.distribute_module(module, mesh), or "
             "the tensor with distribute_tensor(tensor, mesh)"
         )
-    meta = Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, meta)
+    return replicated(tensor, mesh)
+
+
+def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor, the same on every rank, as a DTensor."""
+    return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 _results: dict[object, tuple[Meta | None, ...]] = {}
 
 
-def plain_result(op: Op, *args: Any) -> tuple[Any, ...]:
+def plain_result(op: Op, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """What plain torch returns for ``op`` on the whole tensors: a `Meta` or None per result, or the error that it raises.
 
     Runs on fake tensors, so nothing is computed or sent, and every rank gets the same answer.
     """
-    key = (op, *(_signature(arg) for arg in args))
+    key = (op, *(_signature(arg) for arg in args), *((name, _signature(arg)) for name, arg in sorted(kwargs.items())))
     if key not in _results:
         with _disable_current_modes(), torch.no_grad(), _fake_mode():
-            out = op(*(_fake(arg) for arg in args))
+            out = op(*(_fake(arg) for arg in args), **{name: _fake(arg) for name, arg in kwargs.items()})
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if len(_results) >= 4096:
             _results.clear()
-        _results[key] = tuple(None if t is None else Meta(tuple(t.shape), t.stride(), t.dtype) for t in outs)
+        _results[key] = tuple(
+            Meta(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in outs
+        )
     return _results[key]
+
+
+def plain_view(op: Op, input: DTensor, *args: Any) -> Meta:
+    """As `plain_result`, for an op that makes a view of ``input``: fake tensors do not have all of torch's strides and errors."""
+    shape, stride, *rest = (_signature(arg) for arg in (tuple(input.shape), input.stride(), *args))
+    return _plain_view(op, shape, stride, input.dtype, *rest)
+
+
+@lru_cache(maxsize=4096)
+def _plain_view(op: Op, shape: Any, stride: Any, dtype: torch.dtype, *args: Any) -> Meta:
+    with _disable_current_modes(), torch.no_grad():
+        view = op(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), *args)
+    return Meta(tuple(view.shape), view.stride(), dtype)
 
 
 def _fake_mode() -> Any:
@@ -369,10 +569,14 @@ def _fake_mode() -> Any:
 def _signature(arg: Any) -> object:
     if isinstance(arg, DTensor):
         return tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype, arg.device.type
-    return tuple(map(int, arg)) if isinstance(arg, (list, tuple)) else arg
+    if isinstance(arg, (list, tuple)):
+        return tuple(_signature(item) for item in arg)
+    return int(arg) if isinstance(arg, torch.SymInt) else arg
 
 
 def _fake(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_fake(item) for item in arg]
     if not isinstance(arg, DTensor):
         return arg
     shape, stride = [int(n) for n in arg.shape], [int(n) for n in arg.stride()]
@@ -394,6 +598,21 @@ def per_rank(function: Callable[..., R], *args: object) -> R:
     The function may not communicate. It returns a tensor, or a flat tuple of tensors and integers.
     """
     return maybe_run_for_local_tensor(function)(*args)
+
+
+def once(function: Callable[[], R]) -> R:
+    """Call ``function`` on plain tensors, once for all simulated ranks; under torch.compile it is recorded as any other."""
+    if tracing():
+        return function()
+    with _disable_current_modes():
+        return function()
+
+
+def concrete(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has values now, as opposed to while something is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not tracing() and not isinstance(tensor, FakeTensor)
 
 
 def tracing() -> bool:
@@ -424,8 +643,23 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
     if not axes:
         return tensor.unsqueeze(0)
     group, places = fiber_group(mesh, axes)
-    found = wait(funcol.all_gather_tensor(tensor.contiguous().unsqueeze(0), 0, group))
+    # torch 2.13 renamed it
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
     return found if places == tuple(range(len(places))) else torch.stack([found[place] for place in places])
+
+
+def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The adjoint of `all_gather`: row ``i`` of ``tensor`` is for the ``i``-th rank along ``axes``, which gets the sum of all."""
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return tensor.squeeze(0)
+    group, places = fiber_group(mesh, axes)
+    if places != tuple(range(len(places))):
+        tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
+    # torch 2.13 renamed it
+    reduce = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    return wait(reduce(tensor.contiguous(), "sum", 0, group)).squeeze(0)
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -232,7 +232,7 @@ def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: 
         cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
         rest = _rest(tensor, exchange)
         counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
-        packed = torch.cat(cuts) if cuts else anchor(tensor.new_empty(0), tensor)
+        packed = anchor(torch.cat(cuts) if cuts else tensor.new_empty(0), tensor)
         return packed, *(rest * count for count in counts)
 
     packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
@@ -317,13 +317,16 @@ def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @torch.library.custom_op("torchhalo::after", mutates_args=())
-def _after(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
+def _after(tensor: torch.Tensor, cause: torch.Tensor, call: int) -> torch.Tensor:
     return tensor.clone()
 
 
 @_after.register_fake
-def _(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
+def _(tensor: torch.Tensor, cause: torch.Tensor, call: int) -> torch.Tensor:
     return torch.empty_like(tensor)
+
+
+_calls = count()
 
 
 def anchor(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
@@ -331,6 +334,8 @@ def anchor(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
 
     Every rank compiles its own graph, and the graphs must hold the same collectives. On a rank that receives nothing the
     halo is unused, and the exchange would be dropped there; on one that sends nothing the buffer to send depends on
-    nothing, and an exchange of the backward graph would be moved to the forward one. Then the other ranks would wait forever.
+    nothing, and an exchange of the backward graph would be moved to the forward one. And of two equal exchanges one would be
+    dropped where the compiler sees that they are equal, which depends on the shard; so each call gets a number. Else the other
+    ranks would wait forever.
     """
-    return _after(tensor, cause) if dispatch.tracing() else tensor
+    return _after(tensor, cause, next(_calls)) if dispatch.tracing() else tensor

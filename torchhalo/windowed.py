@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo import dispatch
 from torchhalo.exchange import Exchange, Plan, anchor, assemble, fold, group_places, start
-from torchhalo.geometry import Box, Grid, Relation, Span
+from torchhalo.geometry import Box, Grid, Pieces, Relation, Span
 from torchhalo.layout import Layout, layout
 
 T = TypeVar("T")
@@ -87,6 +87,14 @@ class Here(NamedTuple):
         """The span of the source along ``dim`` that the region holds; not for a region that is a grid."""
         assert isinstance(self.region, Box)
         return self.region.spans[self.dims.index(dim)] if dim in self.dims else self.owned.spans[dim]
+
+    def where(self, dim: int, span: Span) -> slice:
+        """Where ``span`` of the source, which lies in one run of the region, is along ``dim`` of the region's tensor."""
+        if dim not in self.dims:
+            return span.within(self.owned.spans[dim].start)
+        index = self.dims.index(dim)
+        line = Box((self.region.spans[index],)) if isinstance(self.region, Box) else Grid((self.region.runs[index],))
+        return Box((span,)).within(line)[0]
 
 
 Region = Callable[[Exchange, Plan, tuple[int, ...]], "Box | Grid"]
@@ -196,6 +204,61 @@ def adjoint(
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 
+def gather_pieces(region: torch.Tensor, here: Here, relations: Mapping[int, Pieces]) -> torch.Tensor:
+    """The rank's outputs, cut from the region piece by piece along each dim: a kernel for `forward`, best with `exact`.
+
+    Args:
+        region: As the kernel gets it.
+        relations: As `forward` got them; the pieces cover all outputs. Dims that are not sharded are cut too.
+
+    Example:
+        Roll by two along dim 3 (below autograd, in a handler)::
+
+            ring = {3: Pieces((Piece(Span(0, 2), first=size - 2), Piece(Span(2, size), first=0)))}
+            (y,) = forward(lambda r, here: gather_pieces(r, here, ring), x, ring, [result], region=exact)
+            x_grad = adjoint(lambda g, here: scatter_pieces(g, here, ring), y_grad, ring, source, region=exact)
+    """
+    for dim, relation in relations.items():
+        parts = []
+        for piece in relation.pieces:
+            mine = piece.outputs & here.outputs.spans[dim]
+            if mine.size:
+                part = region[_along(dim, here.where(dim, piece.image(mine)))]
+                if piece.sign == 0:
+                    part = part.expand([mine.size if d == dim else -1 for d in range(part.ndim)])
+                parts.append(part.flip(dim) if piece.sign == -1 else part)
+        region = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else region.narrow(dim, 0, 0)
+    return region
+
+
+def scatter_pieces(grad: torch.Tensor, here: Here, relations: Mapping[int, Pieces]) -> torch.Tensor:
+    """The adjoint of `gather_pieces`: each output's gradient is added where it was read. A kernel for `adjoint`."""
+    for dim, relation in relations.items():
+        parts = []
+        for piece in relation.pieces:
+            mine = piece.outputs & here.outputs.spans[dim]
+            if mine.size:
+                part = grad[_along(dim, mine.within(here.outputs.spans[dim].start))]
+                part = part.sum(dim, keepdim=True) if piece.sign == 0 else part
+                parts.append((here.where(dim, piece.image(mine)), part.flip(dim) if piece.sign == -1 else part))
+        shape = list(grad.shape)
+        shape[dim] = here.region.shape[here.dims.index(dim)] if dim in here.dims else here.owned.spans[dim].size
+        # The largest piece often covers all there is: then it need not be added to zeros.
+        parts.sort(key=lambda part: part[1].shape[dim], reverse=True)
+        whole = bool(parts) and parts[0][1].shape[dim] == shape[dim]
+        if whole and len(parts) == 1:
+            grad = parts[0][1]
+            continue
+        grad = parts[0][1].clone() if whole else grad.new_zeros(shape)
+        for cut, part in parts[whole:]:
+            grad[_along(dim, cut)] += part
+    return grad
+
+
+def _along(dim: int, cut: slice) -> tuple[slice, ...]:
+    return (*[slice(None)] * dim, cut)
+
+
 def laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tensor:
     """The shard in the memory format of the whole tensor."""
     stride = whole.stride() if isinstance(whole, DTensor) else whole.stride
@@ -217,6 +280,11 @@ def strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...
     for place, dim in enumerate(order):
         found[dim] = prod(max(1, shape[inner]) for inner in order[place + 1 :])
     return tuple(found[dim] for dim in range(len(shape)))
+
+
+def formatted(result: dispatch.Meta, like: DTensor) -> dispatch.Meta:
+    """``result`` in the memory format of ``like``: for ops whose kernels keep it, which fake tensors do not always know."""
+    return result._replace(stride=strides(result.shape, memory_format(like.shape, like.stride())))
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:

@@ -1,5 +1,41 @@
 """One file per family of ops: what is its window, what is its local kernel. Importing a file registers its handlers."""
 
-from torchhalo.ops import convolution, padding
+from torchhalo.ops import (
+    adaptive_pooling,
+    attention,
+    convolution,
+    indexing,
+    inplace,
+    interpolation,
+    losses,
+    normalization,
+    padding,
+    pointwise,
+    pooling,
+    randomness,
+    reduction,
+    sampling,
+    shuffle,
+    unpooling,
+    views,
+)
 
-__all__ = ["convolution", "padding"]
+__all__ = [
+    "adaptive_pooling",
+    "attention",
+    "convolution",
+    "indexing",
+    "inplace",
+    "interpolation",
+    "losses",
+    "normalization",
+    "padding",
+    "pointwise",
+    "pooling",
+    "randomness",
+    "reduction",
+    "sampling",
+    "shuffle",
+    "unpooling",
+    "views",
+]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchhalo import dispatch
+from torchhalo.broadcasting import aligned, shared_placements
 from torchhalo.windowed import laid_out
 
 aten = torch.ops.aten
@@ -34,29 +34,22 @@ OPS = (
 
 @dispatch.register(*(getattr(aten, name).default for name in OPS), traffic="nothing")
 def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
-    """Handler of ops whose tensors broadcast to the shape of the results: all are placed as the most sharded of them."""
+    """Handler of ops whose tensors broadcast to the shape of the first result."""
     given = dispatch.bound(op, args, kwargs)
-    names = [str(number) for number in range(len(given))]
-    tensors = {name: value for name, value in zip(names, given, strict=True) if isinstance(value, torch.Tensor)}
-    tensors = dict(zip(tensors, dispatch.as_dtensors(op.overloadpacket.__name__, **tensors), strict=True))
-    given = [tensors.get(name, value) for name, value in zip(names, given, strict=True)]
+    places = [place for place, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    name = op.overloadpacket.__name__
+    tensors = dispatch.as_dtensors(name, **{f"argument {place}": given[place] for place in places})
+    for place, tensor in zip(places, tensors, strict=True):
+        given[place] = tensor
     results = dispatch.plain_result(op, *given)
-    shape = results[0].shape
-    leader = max(
-        (t for t in tensors.values() if tuple(t.shape) == shape), key=lambda t: sum(isinstance(p, Shard) for p in t.placements)
-    )
-    placements = dispatch.without_partial(leader.placements)
-    mesh = leader.device_mesh
+    mesh, shape = tensors[0].device_mesh, results[0].shape
+    placements = shared_placements(shape, tensors)
     if dispatch.coordinate(mesh) is None:
-        outs = [dispatch.local(leader).new_empty(0, dtype=result.dtype) for result in results]
+        outs = [dispatch.local(tensors[0]).new_empty(0, dtype=result.dtype) for result in results]
     else:
-        shards = [
-            dispatch.local(dispatch.redistribute(value, [_cut(p, value, shape) for p in placements]))
-            if isinstance(value, DTensor)
-            else value
-            for value in given
-        ]
-        out = op(*shards)
+        for place in places:
+            given[place] = dispatch.local(aligned(given[place], placements, shape))
+        out = op(*given)
         outs = list(out) if isinstance(out, tuple) else [out]
     # CUDA's log_sigmoid has a second result, of no elements.
     homes = [placements if result.shape == shape else [Replicate()] * mesh.ndim for result in results]
@@ -65,10 +58,3 @@ def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for shard, result, home in zip(outs, results, homes, strict=True)
     )
     return wrapped if len(wrapped) > 1 else wrapped[0]
-
-
-def _cut(placement: Placement, tensor: DTensor, shape: tuple[int, ...]) -> Placement:
-    """How a tensor that broadcasts to ``shape`` goes with a result that is placed so."""
-    if isinstance(placement, Shard) and tensor.ndim == len(shape) and tensor.shape[placement.dim] == shape[placement.dim]:
-        return placement
-    return Replicate()

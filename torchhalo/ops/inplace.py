@@ -1,0 +1,442 @@
+"""Writing in place to a piece of a sharded tensor: the piece is written back to where it was cut from.
+
+A piece along a cut dim is a copy, so plain DTensor loses what is written to it. Here it knows its base: after any op that
+writes to it, or to a view of it, the values travel back, up to the tensor that the first piece was cut from. The gradient needs
+nothing of its own, since autograd takes the piece's part of the gradient by the same slices and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo import dispatch
+from torchhalo.exchange import anchor, assemble, group_places, start
+from torchhalo.geometry import Span, Window
+from torchhalo.layout import layout
+from torchhalo.relayout import relayout
+from torchhalo.windowed import exchange_between
+
+aten = torch.ops.aten
+
+LATER = "a piece does not see what is written to its base after it was cut, until it is itself written to"
+
+
+def known(tensor: DTensor) -> bool:
+    """Whether all placements are such that a rank's shard is a box."""
+    return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in tensor.placements)
+
+
+@dataclass
+class View:
+    """Where a tensor comes from that shares the memory of its base's shard.
+
+    Attributes:
+        base: The tensor that it is a view of.
+        version: How often the base had been written to when the values were last the same.
+    """
+
+    base: DTensor
+    version: int
+
+
+@dataclass
+class Cut(View):
+    """Where a piece comes from: ``base[start : start + size * step : step]`` along ``dim``, or ``base[start]``."""
+
+    dim: int
+    start: int
+    step: int
+    size: int
+    selected: bool
+
+    def again(self) -> DTensor:
+        """The piece as it would be cut now."""
+        if self.selected:
+            return aten.select.int(self.base, self.dim, self.start)
+        return aten.slice.Tensor(self.base, self.dim, self.start, self.start + self.size * self.step, self.step)
+
+
+@dataclass
+class Moved(View):
+    """Where a view comes from for which elements changed owner: ``base.view(shape)``."""
+
+    shape: tuple[int, ...]
+
+    def again(self) -> DTensor:
+        """The view as it would be made now."""
+        return aten.view.default(self.base, list(self.shape))
+
+    def write(self, value: DTensor) -> None:
+        """Write ``value`` over the base."""
+        base = self.base
+        value = dispatch.reduced(value)
+        whole = dispatch.Meta(tuple(base.shape), base.stride(), value.dtype)
+        kept = dispatch.without_partial(base.placements)
+        back = dispatch.redistribute(relayout(value, whole, kept), base.placements)
+        dispatch.local(base).copy_(dispatch.local(back))
+
+
+def _same(piece: DTensor, other: DTensor) -> bool:
+    """Whether two tensors are the same piece of the same tensor."""
+    a, b = dispatch.origin(piece), dispatch.origin(other)
+    if not isinstance(a, Cut) or not isinstance(b, Cut) or a.base is not b.base:
+        return False
+    return (a.dim, a.start, a.step, a.size, a.selected) == (b.dim, b.start, b.step, b.size, b.selected)
+
+
+_writers, _views = dispatch.aliasing_ops()
+_overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+
+
+@dispatch.around(*_views)
+def following(handler: dispatch.Handler) -> dispatch.Handler:
+    """A view of a piece, or of a view of one, knows it.
+
+    In inference mode a view of a tensor from outside is one that autograd counts the versions of, which DTensor forgets.
+    """
+
+    def around(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        base = args[0] if args else None
+        counted = torch.is_inference_mode_enabled() and isinstance(base, DTensor) and not base.is_inference()
+        with dispatch.counting() if counted else contextlib.nullcontext():
+            out = handler(op, args, kwargs)
+        if isinstance(base, DTensor) and dispatch.origin(base) is not None:
+            for tensor in out if isinstance(out, (list, tuple)) else (out,):
+                if isinstance(tensor, DTensor) and tensor is not base and dispatch.origin(tensor) is None:
+                    dispatch.remember(tensor, View(base, dispatch.version(base)))
+        return out
+
+    return around
+
+
+@dispatch.around(*_writers)
+def written(handler: dispatch.Handler) -> dispatch.Handler:
+    """What is written to a piece, or to a view of one, is written to its base too."""
+
+    def around(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
+            args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
+        targets = [t for t in dispatch.mutated(op, args, kwargs) if dispatch.origin(t) is not None]
+        if not targets:
+            return handler(op, args, kwargs)
+        if op is aten.copy_.default and _same(*args[:2]):  # `y[a:b] += v` ends so
+            return args[0]
+        for tensor in targets:
+            if op not in _overwriting and dispatch.origin(tensor).version != dispatch.version(tensor):
+                _refresh(tensor)
+        out = handler(op, args, kwargs)
+        for tensor in targets:
+            _write_back(tensor, _everywhere(op, args))
+            dispatch.origin(tensor).version = dispatch.version(tensor) + 1  # autograd is about to count this write
+        return out
+
+    return around
+
+
+@lru_cache(maxsize=4096)
+def _pointwise(op: dispatch.Op) -> bool:
+    first = op._schema.arguments[0].alias_info
+    return torch.Tag.pointwise in op.tags and first is not None and first.is_write
+
+
+def _beside(arg: Any, target: DTensor) -> Any:
+    """An operand of a pointwise op, with the placements of the tensor that is written to.
+
+    DTensor would choose the placements itself, and refuse or lose the write where they are not the target's.
+    """
+    if (
+        not isinstance(arg, DTensor)
+        or arg.ndim > target.ndim
+        or not known(arg)
+        or not known(target)
+        or any(map(_partial, target.placements))
+    ):
+        return arg
+    more, placements = target.ndim - arg.ndim, list(target.placements)
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            alone = p.dim < more or (arg.shape[p.dim - more] == 1 and target.shape[p.dim] > 1)
+            placements[axis] = Replicate() if alone else Shard(p.dim - more)
+    return dispatch.redistribute(arg, placements)
+
+
+def _partial(placement: Placement) -> bool:
+    return placement.is_partial()
+
+
+def _refresh(tensor: DTensor) -> None:
+    """Cut a piece again from a base that was written to since, or the pieces that it is a view or a piece of."""
+    origin = dispatch.origin(tensor)
+    if dispatch.origin(origin.base) is not None:
+        _refresh(origin.base)
+    if isinstance(origin, (Cut, Moved)):
+        dispatch.local(tensor).copy_(dispatch.local(origin.again()))
+
+
+def _everywhere(op: dispatch.Op, args: Sequence[Any]) -> DTensor | None:
+    """What every rank knows to be in a piece after ``op``, or None if it must be told."""
+    if op not in _overwriting:
+        return None
+    piece, value = args[0], args[1] if len(args) > 1 else 0
+    if not isinstance(value, torch.Tensor):
+        value = dispatch.local(piece).new_full((), value)
+    value = value if isinstance(value, DTensor) else dispatch.replicated(value, piece.device_mesh)
+    if any(p != Replicate() for p in value.placements):
+        return None
+    shape = tuple(piece.shape)
+    expanded = dispatch.Meta(shape, (0,) * len(shape), value.dtype)
+    return dispatch.wrap(dispatch.local(value).expand(shape), value.device_mesh, value.placements, expanded)
+
+
+def _write_back(tensor: DTensor, value: DTensor | None = None) -> None:
+    """Write ``tensor``, or what is known to be in it, to its base, and that to its own."""
+    origin = dispatch.origin(tensor)
+    if isinstance(origin, Cut):
+        write(origin, tensor if value is None else value)
+    elif isinstance(origin, Moved):
+        origin.write(tensor if value is None else value)
+    if dispatch.origin(origin.base) is not None:
+        _write_back(origin.base)
+
+
+def write(cut: Cut, value: DTensor) -> None:
+    """Write ``value`` over a piece of ``cut.base``; along the cut dim, nothing travels if every rank has all of it."""
+    base, dim, mesh = cut.base, cut.dim, cut.base.device_mesh
+    if dispatch.coordinate(mesh) is None:
+        return
+    value = aten.unsqueeze(value, dim) if cut.selected else value
+    along = [p == Shard(dim) for p in base.placements]
+    told = cut.selected or not any(p == Shard(dim) for p, a in zip(value.placements, along, strict=True) if a)
+    value = dispatch.redistribute(
+        value, [Replicate() if a and told else p for p, a in zip(base.placements, along, strict=True)]
+    )
+    target = layout(base.shape, mesh, base.placements)
+    window = Window(1, stride=cut.step, before=-cut.start)
+    exchange = exchange_between(layout(value.shape, mesh, value.placements), target, {dim: window.mirror})
+    places, halo = group_places(exchange, mesh), start(dispatch.local(value), exchange, mesh)
+    everything = Span(cut.start, cut.start + max(0, cut.size - 1) * cut.step + 1 if cut.size else cut.start, cut.step)
+
+    def kernel(into: torch.Tensor, shard: torch.Tensor, halo: torch.Tensor | None, coordinate: tuple[int, ...]) -> torch.Tensor:
+        plan = exchange.plan(coordinate, places)
+        halo = None if halo is None else dispatch.wait(halo)
+        own = target.owned(coordinate).spans[dim]
+        mine = everything & own
+        part = assemble(shard, halo, exchange, plan, plan.exact)
+        if not exchange.dims:
+            part = part.narrow(dim, (mine.start - cut.start) // cut.step if mine.size else 0, mine.size)
+        into[(*[slice(None)] * dim, mine.within(own.start))].copy_(part)
+        if halo is not None and not halo.numel() and dispatch.tracing():
+            into.copy_(anchor(into, halo))
+        return into
+
+    dispatch.per_rank(kernel, dispatch.local(base), dispatch.local(value), halo, dispatch.coordinate(mesh))
+
+
+@dispatch.register(
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    traffic="nothing",
+    limits=LATER,
+)
+def fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.fill_`` and ``aten.zero_``."""
+    input, *value = args
+    plain = isinstance(args[-1], torch.Tensor) and not isinstance(args[-1], DTensor)
+    dispatch.plain_result(op, input, *(dispatch.replicated(v, input.device_mesh) if plain else v for v in value))
+    value = [dispatch.local(_whole(v)) if isinstance(v, DTensor) else v for v in value]
+    if any(map(_partial, input.placements)):  # the summands must add up to the value
+        filled = _everywhere(op, (input, *value))
+        assert filled is not None
+        aten.copy_(dispatch.local(input), dispatch.local(dispatch.redistribute(filled, input.placements)))
+    else:
+        op(dispatch.local(input), *value)
+    return input
+
+
+def _whole(tensor: DTensor) -> DTensor:
+    return dispatch.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim)
+
+
+@dispatch.register(
+    aten.copy_.default,
+    traffic="into a piece along a cut dim, what changes owner on its way back; nothing if the value is replicated",
+    limits=LATER,
+)
+def copy(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.copy_``."""
+    target, source, *rest = dispatch.bound(op, args, kwargs)
+    if not isinstance(target, DTensor) or not all(known(t) for t in (target, source) if isinstance(t, DTensor)):
+        return dispatch.stock(op, args, kwargs)
+    if not isinstance(source, DTensor) and source.numel() == 1:
+        source = dispatch.replicated(source, target.device_mesh)
+    target, source = dispatch.as_dtensors("copy_", self=target, src=source)
+    dispatch.plain_result(op, target, source)
+    source = source if source.shape == target.shape else source.expand(target.shape)
+    aten.copy_(dispatch.local(target), dispatch.local(dispatch.redistribute(source, target.placements, op)), *rest)
+    return target
+
+
+@dispatch.register(
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    traffic="what changes owner; nothing if `src` is replicated",
+    limits="a plain `src` is taken as replicated",
+)
+def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.slice_scatter`` and ``aten.select_scatter``: writing to a copy."""
+    input, src, dim, *where = dispatch.bound(op, args, kwargs)
+    mesh = next(t.device_mesh for t in (input, src) if isinstance(t, DTensor))
+    tensors = (t if isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in (input, src))
+    input, src = dispatch.as_dtensors(op.overloadpacket.__name__, **dict(zip(("input", "src"), tensors, strict=True)))
+    dispatch.plain_result(op, input, src, dim, *where)
+    dim %= input.ndim
+    size, selected = input.shape[dim], op is aten.select_scatter.default
+    first, last, step = (where[0] % size, where[0] % size + 1, 1) if selected else slice(*where).indices(size)
+    out = aten.clone(dispatch.reduced(input))
+    write(Cut(out, 0, dim, first, step, len(range(first, last, step)), selected), src)
+    return out
+
+
+# Indices and masks.
+
+
+@dispatch.register(
+    aten.index_put_.default,
+    aten.index_put.default,
+    traffic="nothing for a mask with one value; else what DTensor makes of it",
+    limits="plain indices and values are taken as replicated; indices along a cut dim gather",
+)
+def index_put(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``y[mask] = value`` and ``y[indices] = values``."""
+    input, indices, values, accumulate = dispatch.bound(op, args, kwargs)
+    mesh = next(t.device_mesh for t in (input, values, *indices) if isinstance(t, DTensor))
+    input, values = (t if isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in (input, values))
+    indices = [t if t is None or isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in indices]
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+        return dispatch.stock(op, (input, indices, values, accumulate), {})
+    while mask.ndim < input.ndim:
+        mask = mask.unsqueeze(-1)
+    fill = aten.masked_fill_ if op is aten.index_put_.default else aten.masked_fill
+    return fill(input, mask, values.to(input.dtype).reshape(()))
+
+
+@dispatch.register(
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    traffic="nothing, or the mask, where it is sharded otherwise",
+)
+def masked_fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.masked_fill`` and ``aten.masked_fill_``."""
+    input, mask, value = args
+    if not isinstance(input, DTensor) or not known(input) or any(map(_partial, input.placements)):
+        return dispatch.stock(op, args, kwargs)
+    mask, given = dispatch.as_dtensors("masked_fill", self=input, mask=mask, value=_number(value, input))[1:]
+    (result,) = dispatch.plain_result(op, input, mask, value if given is None else given)
+    if result.shape != tuple(input.shape):
+        return dispatch.stock(op, args, kwargs)
+    shards = [dispatch.local(input), dispatch.local(_beside(mask, input))]
+    if dispatch.coordinate(input.device_mesh) is not None:
+        shards[0] = op(*shards, value if given is None else dispatch.local(_whole(given)))
+    written = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
+    return input if written else dispatch.wrap(shards[0], input.device_mesh, input.placements, result)
+
+
+def _number(value: Any, input: DTensor) -> DTensor | None:
+    """A value that is a tensor, which has one element and so may be a plain one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value if isinstance(value, DTensor) else None
+    return dispatch.replicated(value, input.device_mesh)
+
+
+# as_strided, where it says what slices would.
+
+
+@dispatch.register(
+    aten.as_strided.default,
+    traffic="that of the slices and selections that it stands for",
+    limits="raises where the strides are not those of slices and selections of the tensor; autograd gathers its gradient",
+)
+def as_strided(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.as_strided``."""
+    input, size, stride, offset = dispatch.bound(op, args, kwargs)
+    (result,) = dispatch.plain_result(op, input, size, stride, offset)
+    whole = dispatch.local(input)
+    if not any(isinstance(p, Shard) for p in input.placements) and whole.stride() == input.stride():
+        return dispatch.wrap(op(whole, size, stride, offset), input.device_mesh, input.placements, result)
+    plan = _decoded(input.shape, input.stride(), size, stride, offset or 0)
+    if plan is None:
+        raise NotImplementedError(
+            f"as_strided: size (={tuple(size)}), stride (={tuple(stride)}) and storage_offset (={offset or 0}) are no slices "
+            f"and selections of a sharded tensor of shape {tuple(input.shape)} and stride {input.stride()}: use these instead"
+        )
+    out = input
+    for dim, (first, count, step) in enumerate(plan[0]):
+        if (first, count, step) != (0, input.shape[dim], 1):
+            out = out[(*[slice(None)] * dim, slice(first, first + count * step, step))]
+    used = [dim for dim in plan[1] if dim is not None]
+    for dim in reversed(range(input.ndim)):
+        out = out if dim in used else out.select(dim, 0)
+    left = sorted(used)
+    out = out.permute([left.index(dim) for dim in used])
+    for place, shown in enumerate(plan[1]):
+        out = out if shown is not None else out.unsqueeze(place)
+    final = dispatch.wrap(dispatch.local(out), out.device_mesh, out.placements, result)
+    return final if dispatch.origin(out) is None else dispatch.remember(final, View(out, dispatch.version(input)))
+
+
+def _decoded(
+    shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int
+) -> tuple[list[tuple[int, int, int]], list[int | None]] | None:
+    """For each dim of the tensor its first element, how many and which step; for each of the result, the dim that it shows.
+
+    >>> _decoded((4, 6), (6, 1), (2, 3), (6, 1), 8)  # x[1:3, 2:5]
+    ([(1, 2, 1), (2, 3, 1)], [0, 1])
+    """
+    plan = [(0, 1, 1)] * len(shape)
+    long = sorted((dim for dim, n in enumerate(shape) if n > 1), key=lambda dim: -strides[dim])
+    for dim in long:
+        if strides[dim] == 0:
+            return None
+        first, offset = divmod(offset, strides[dim])
+        plan[dim] = (first, 1, 1)
+    free: list[int] = list(long)
+    shows: list[int | None] = []
+    for n, s in zip(size, stride, strict=True):
+        found: int | None = None
+        if n != 1:
+            fits = [d for d in free if s and s % strides[d] == 0 and plan[d][0] + (n - 1) * (s // strides[d]) < shape[d]]
+            if not fits:
+                return None
+            dim = fits[0]
+            plan[dim] = (plan[dim][0], n, s // strides[dim])
+            free.remove(dim)
+            found = dim
+        shows.append(found)
+    if offset or any(first >= shape[dim] for dim, (first, _, _) in enumerate(plan)):
+        return None
+    return plan, shows
+
+
+@dispatch.register(aten.as_strided_.default, traffic="nothing", limits="raises unless it changes nothing")
+def as_strided_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.as_strided_``: only where the tensor already has these strides."""
+    input, size, stride, offset = dispatch.bound(op, args, kwargs)
+    long = [dim for dim, n in enumerate(input.shape) if n > 1]
+    if tuple(size) == tuple(input.shape) and all(input.stride(dim) == stride[dim] for dim in long) and not offset:
+        return input
+    raise NotImplementedError(
+        f"as_strided_: size (={tuple(size)}), stride (={tuple(stride)}) and storage_offset (={offset or 0}) would change a "
+        f"sharded tensor of shape {tuple(input.shape)} and stride {input.stride()}: use slices, or as_strided"
+    )

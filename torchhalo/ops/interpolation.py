@@ -1,0 +1,385 @@
+"""Interpolation: along each dim an output is a weighted sum of few inputs, its taps.
+
+Plain torch's own kernel does the work wherever it can: along dims that are not sharded, and along sharded ones that grow by a
+whole ratio, where a part of the input gives a part of the output. Along the others each tap is one weighted index_select, whose
+adjoint is an index_add.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from torchhalo import dispatch
+from torchhalo.geometry import Intervals, Span
+from torchhalo.windowed import Here, adjoint, formatted, forward, memory_format
+
+aten = torch.ops.aten
+
+
+def _single(value: float) -> float:
+    """``value`` rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _triangle(x: float) -> float:
+    return max(0.0, 1 - abs(x))
+
+
+def _cubic(x: float, a: float) -> float:
+    """The cubic convolution filter."""
+    x = abs(x)
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
+
+
+def _lanczos(x: float) -> float:
+    def sinc(x: float) -> float:
+        return math.sin(math.pi * x) / (math.pi * x) if x else 1.0
+
+    return sinc(x) * sinc(x / 3) if abs(x) < 3 else 0.0
+
+
+# The filters of the antialiased modes, and how far they reach where nothing shrinks.
+_FILTERS: dict[str, tuple[Callable[[float], float], int]] = {
+    "bilinear_aa": (_triangle, 1),
+    "bicubic_aa": (lambda x: _cubic(x, -0.5), 2),
+    "lanczos_aa": (_lanczos, 3),
+}
+
+
+@dataclass(frozen=True)
+class Taps(Intervals):
+    """Which inputs an output reads, and their weights, in the arithmetic of plain torch's kernels.
+
+    Attributes:
+        mode: ``nearest``, ``nearest_exact``, ``linear``, ``cubic``, or one of the antialiased ones.
+        align_corners: Whether the centres of the outermost elements coincide, not their outer edges.
+        scale_factor: Outputs per input, where it was given; else it follows from the sizes.
+        single: Whether coordinates are computed in float32, or in float64.
+        plain: Whether nearest modes compute the coordinate in one step; one of torch's kernels takes a detour.
+    """
+
+    mode: str
+    align_corners: bool
+    scale_factor: float | None
+    single: bool
+    plain: bool = True
+
+    @property
+    def nearest(self) -> bool:
+        return self.mode.startswith("nearest")
+
+    def round(self, value: float) -> float:
+        return _single(value) if self.single else value
+
+    @cached_property
+    def scale(self) -> float:
+        """Inputs per output."""
+        if self.align_corners:
+            return self.round((self.inputs - 1) / (self.outputs - 1)) if self.outputs > 1 else 0.0
+        if self.mode == "nearest":
+            by_size = self.plain and self.outputs in (self.inputs, 2 * self.inputs)
+        else:
+            by_size = self.outputs == self.inputs and self.mode not in ("nearest_exact", "cubic")
+        given = None if by_size else self.scale_factor
+        return self.round(1 / given if given else self.inputs / self.outputs)
+
+    @cached_property
+    def ratio(self) -> int | None:
+        """How many outputs there are per input, if a part of the inputs gives just the same for its part of the outputs.
+
+        That is so if coordinates in the part are those in the whole but for a shift, to the bit: for a power of two, and,
+        since nearest modes round them, for other ratios there.
+        """
+        ratio, rest = divmod(self.outputs, self.inputs)
+        if rest or self.align_corners or self.scale != self.round(1 / ratio):
+            return None
+        if ratio & (ratio - 1) == 0:
+            return ratio
+        variants = [Taps(self.inputs, self.outputs, self.mode, False, None, *v) for v in ((True, True), (self.single, False))]
+        alike = self.nearest and all(v.interval(o).start == o // ratio for v in variants for o in range(self.outputs))
+        return ratio if alike else None
+
+    def source(self, output: int) -> float:
+        """Where the centre of an output lies among those of the inputs."""
+        if self.align_corners:
+            return self.round(self.scale * output)
+        return self.round(self.scale * (output + 0.5) - 0.5)  # rounded once: most builds fuse the steps
+
+    def taps(self, output: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The inputs that ``output`` reads, in ascending order, and their weights."""
+        last = self.inputs - 1
+        if self.mode in _FILTERS:
+            return self._filtered(output)
+        if self.nearest:
+            if self.mode == "nearest":
+                found = self.round(self.scale * output)
+            elif self.plain:
+                found = self.round(self.scale * (output + 0.5))
+            else:
+                found = self.round(max(self.source(output), 0) + 0.5)
+            return (min(math.floor(_single(found)), last),), (1.0,)
+        source = self.source(output) if self.mode == "cubic" else max(self.source(output), 0.0)
+        first = min(math.floor(_single(source)), last)
+        past = min(max(self.round(source - first), 0.0), 1.0)
+        if self.mode == "linear":
+            return (first, min(first + 1, last)), (1 - past, past)
+        reads = tuple(min(max(first + k, 0), last) for k in (-1, 0, 1, 2))
+        return reads, tuple(_cubic(past - k, -0.75) for k in (-1, 0, 1, 2))
+
+    def _filtered(self, output: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        filter, reach = _FILTERS[self.mode]
+        stretch = max(self.scale, 1.0)
+        centre, support = self.round(self.scale * (output + 0.5)), self.round(reach * stretch)
+        first = max(int(self.round(self.round(centre - support) + 0.5)), 0)
+        last = min(int(self.round(self.round(centre + support) + 0.5)), self.inputs)
+        weights = [filter((i - centre + 0.5) / stretch) for i in range(first, last)]
+        total = sum(weights) or 1.0
+        return tuple(range(first, last)), tuple(weight / total for weight in weights)
+
+    def interval(self, output: int) -> Span:
+        reads, _ = self.taps(output)
+        return Span(reads[0], reads[-1] + 1)
+
+    def reads(self, outputs: Span) -> tuple[Span, ...]:
+        # Where nothing shrinks there are no gaps.
+        return (self.reach(outputs),) if outputs.size and self.scale <= 1 else super().reads(outputs)
+
+    def table(self, outputs: Span) -> list[tuple[list[int], list[float]]]:
+        """For each tap, where each of ``outputs`` reads and with which weight."""
+        return _table(self, outputs)
+
+
+@lru_cache(maxsize=512)
+def _table(taps: Taps, outputs: Span) -> list[tuple[list[int], list[float]]]:
+    found = [taps.taps(output) for output in range(outputs.start, outputs.stop)]
+    most = max((len(reads) for reads, _ in found), default=0)
+    return [
+        (
+            [reads[min(k, len(reads) - 1)] for reads, _ in found],
+            [weights[k] if k < len(weights) else 0.0 for _, weights in found],
+        )
+        for k in range(most)
+    ]
+
+
+class _Kind(NamedTuple):
+    """A kind of interpolation and its aten ops."""
+
+    mode: str
+    op: dispatch.Op
+    backward: dispatch.Op
+
+    @property
+    def nearest(self) -> bool:
+        return self.mode.startswith("nearest")
+
+
+def _kinds() -> list[_Kind]:
+    """The kinds that this torch has."""
+    names = {f"upsample_nearest{n}d": "nearest" for n in (1, 2, 3)}
+    names |= {f"_upsample_nearest_exact{n}d": "nearest_exact" for n in (1, 2, 3)}
+    names |= {"upsample_linear1d": "linear", "upsample_bilinear2d": "linear", "upsample_trilinear3d": "linear"}
+    names |= {"upsample_bicubic2d": "cubic"}
+    names |= {f"_upsample_{mode}2d_aa": f"{mode}_aa" for mode in ("bilinear", "bicubic", "lanczos")}
+    return [
+        _Kind(mode, getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
+        for name, mode in names.items()
+        if hasattr(aten, name)  # lanczos is younger than the others
+    ]
+
+
+KINDS = _kinds()
+BY_OP = {op: kind for kind in KINDS for op in (kind.op, kind.backward)}
+
+
+class _Call(NamedTuple):
+    """One interpolation: the taps of each spatial dim, and ``align_corners`` and the scale factors as the op takes them."""
+
+    kind: _Kind
+    relations: dict[int, Taps]
+    corners: tuple[bool, ...]
+    scales: tuple[float | None, ...]
+
+    @classmethod
+    def of(
+        cls, kind: _Kind, inputs: Sequence[int], outputs: Sequence[int], rest: Sequence[Any], single: bool, plain: bool
+    ) -> _Call:
+        corners, scales = tuple(rest[: -len(outputs)]), tuple(rest[-len(outputs) :])
+        sizes = enumerate(zip(map(int, inputs), map(int, outputs), scales, strict=True), start=2)
+        relations = {dim: Taps(n, m, kind.mode, any(corners), scale, single, plain) for dim, (n, m, scale) in sizes}
+        return cls(kind, relations, corners, scales)
+
+    def tapped(self, dims: Sequence[int]) -> list[int]:
+        """The dims along which plain torch's kernel cannot do a part of the work as it does the whole; ``dims`` are sharded.
+
+        Nearest modes are among these also where they are not sharded: which input is the nearest may depend on the size of
+        the tensor, as torch's kernels round in different ways.
+        """
+        found = self.relations.items()
+        return [dim for dim, taps in found if taps.ratio is None and (dim in dims or taps.nearest)]
+
+    def local(self, here: Here) -> tuple[list[int], list[int], list[float | None], list[slice]]:
+        """The spatial sizes of what plain torch's kernel reads and makes on this rank, its scales, and the rank's part of it.
+
+        Along dims with taps, and where the kernel has nothing to do, it makes what it reads.
+        """
+        tapped = self.tapped(here.dims)
+        reads, makes, scales, part = [], [], [], [slice(None)] * 2
+        for (dim, taps), scale in zip(self.relations.items(), self.scales, strict=True):
+            own = here.outputs.spans[dim]
+            if dim in tapped:
+                reads.append(own.size)
+                makes.append(own.size)
+            elif dim in here.dims:
+                assert taps.ratio is not None
+                held = here.held(dim)
+                reads.append(held.size)
+                makes.append(taps.ratio * held.size)
+            else:
+                reads.append(taps.inputs)
+                makes.append(taps.outputs)
+            sharded = dim in here.dims or dim in tapped
+            scales.append(None if sharded else scale)
+            part.append(own.within(here.held(dim).start * (taps.ratio or 0)) if makes[-1] != own.size else slice(None))
+        return reads, makes, scales, part
+
+    def forward(self, region: torch.Tensor, here: Here) -> torch.Tensor:
+        """The kernel of `windowed.forward`."""
+        shape = [*region.shape[:2], *here.outputs.shape[2:]]
+        if 0 in shape or not region.numel():
+            return region.new_zeros(shape)
+        tapped = self.tapped(here.dims)
+        out = region if self.kind.nearest or not tapped else _wide(region)
+        for dim in tapped:
+            out = _gather(out, dim, self.relations[dim], here)
+        if len(tapped) < len(self.relations):
+            _, makes, scales, part = self.local(here)
+            out = self.kind.op(out, makes, *self.corners, *scales)[tuple(part)]
+        return out.to(region.dtype)
+
+    def backward(self, grad: torch.Tensor, here: Here) -> torch.Tensor:
+        """The kernel of `windowed.adjoint`."""
+        held = [here.held(dim).size for dim in self.relations]
+        if 0 in held or not grad.numel():
+            return grad.new_zeros([*grad.shape[:2], *held])
+        tapped = self.tapped(here.dims)
+        out = _wide(grad) if tapped else grad
+        if len(tapped) < len(self.relations):
+            reads, makes, scales, part = self.local(here)
+            out = _placed(out, makes, part)
+            out = self.kind.backward(out, makes, [*grad.shape[:2], *reads], *self.corners, *scales)
+        for dim in tapped:
+            out = _scatter(out, dim, self.relations[dim], here)
+        return out.to(grad.dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In the dtype in which sums are made: half types are added up in float32."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _placed(grad: torch.Tensor, sizes: Sequence[int], part: Sequence[slice]) -> torch.Tensor:
+    """``grad`` as that part of a larger tensor that is zero elsewhere."""
+    ends = [(cut.start or 0, size) for size, cut in zip(sizes, part[2:], strict=True)]
+    padding = [
+        end for (before, size), n in zip(ends, grad.shape[2:], strict=True) for end in (size - before - n, before)
+    ]  # the last dim comes first
+    return aten.constant_pad_nd(grad, padding[::-1]) if any(padding) else grad
+
+
+def _weighted(tensor: torch.Tensor, dim: int, weights: list[float]) -> torch.Tensor:
+    if all(weight == 1 for weight in weights):
+        return tensor
+    return tensor * tensor.new_tensor(weights).view(-1, *[1] * (tensor.ndim - dim - 1))
+
+
+def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Tensor:
+    """The rank's outputs along ``dim``: the sum over the taps of what they read, times their weight."""
+    origin, out = here.held(dim).start, None
+    for reads, weights in taps.table(here.outputs.spans[dim]):
+        index = torch.tensor([i - origin for i in reads], device=region.device)
+        part = _weighted(region.index_select(dim, index), dim, weights)
+        out = part if out is None else out.add_(part)
+    assert out is not None
+    return out
+
+
+def _scatter(grad: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Tensor:
+    """The adjoint of `_gather`."""
+    held = here.held(dim)
+    out = grad.new_zeros([held.size if d == dim else size for d, size in enumerate(grad.shape)])
+    for reads, weights in taps.table(here.outputs.spans[dim]):
+        index = torch.tensor([i - held.start for i in reads], device=grad.device)
+        out.index_add_(dim, index, _weighted(grad, dim, weights))
+    return out
+
+
+@dispatch.register(
+    *(kind.op for kind in KINDS),
+    traffic="the halo of the input",
+    limits="linear and cubic modes on integer tensors only by powers of two along sharded dims",
+)
+def interpolate(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of the forward ops."""
+    kind = BY_OP[op]
+    input, outputs, *rest = dispatch.bound(op, args, kwargs)
+    if len(outputs) != input.ndim - 2 or min(*input.shape[2:], *outputs) < 1:  # which fake tensors do not check
+        raise RuntimeError(
+            f"{op.name()}: needs an input of {len(outputs) + 2} dims and sizes greater than 0, "
+            f"got input (={tuple(input.shape)}) and output size (={tuple(outputs)})"
+        )
+    (result,) = dispatch.plain_result(op, input, outputs, *rest)
+    plain = _rounds_plainly(input, outputs)
+    single = input.dtype != torch.float64 or (kind.nearest and plain)
+    call = _Call.of(kind, input.shape[2:], outputs, rest, single, plain)
+    if not input.is_floating_point() and not kind.nearest:
+        sharded = [p.dim for p in input.placements if isinstance(p, Shard)]
+        if found := [dim for dim in call.tapped(sharded) if dim in sharded]:
+            raise NotImplementedError(
+                f"{op.name()}: a tensor of {input.dtype} that is sharded along dim {found[0]} can only grow there by a power "
+                f"of two, got {call.relations[found[0]].inputs} -> {call.relations[found[0]].outputs}: convert it to a "
+                "floating dtype first"
+            )
+    return forward(call.forward, input, call.relations, [formatted(result, input)])[0]
+
+
+@dispatch.register(*(kind.backward for kind in KINDS), traffic="the halo of the gradient of the input, on its way back")
+def interpolate_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of the backward ops."""
+    kind = BY_OP[op]
+    grad, outputs, inputs, *rest = dispatch.bound(op, args, kwargs)
+    (result,) = dispatch.plain_result(op, grad, outputs, inputs, *rest)
+    single = grad.dtype != torch.float64 or kind.nearest
+    call = _Call.of(kind, inputs[2:], outputs, rest, single, plain=True)
+    return adjoint(call.backward, grad, call.relations, formatted(result, grad))
+
+
+def _rounds_plainly(input: DTensor, outputs: Sequence[int]) -> bool:
+    """Whether plain torch takes the kernel of nearest modes that computes coordinates in one step, in float32.
+
+    On CPU there is another one, in which float64 tensors have coordinates in float64, and which is taken for large outputs
+    unless they are channels-last. That can be seen where a coordinate is a whole number but for rounding.
+    """
+    if input.device.type != "cpu":
+        return True
+    channels_last = memory_format(input.shape, input.stride()) != torch.contiguous_format and input.shape[1] > 3
+    return channels_last or (len(outputs) == 2 and sum(outputs) <= 128)
+
+
+@dispatch.register(*(kind.op.overloadpacket.vec for kind in KINDS), traffic="the halo of the input")
+def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of the forms that `torch.inference_mode` leaves undecomposed, which take sizes or scale factors."""
+    input, _, *corners, factors = dispatch.bound(op, args, kwargs)
+    (result,) = dispatch.plain_result(op, *args, **kwargs)
+    sizes = result.shape[2:]
+    return op.overloadpacket.default(input, sizes, *corners, *(factors or [None] * len(sizes)))

@@ -1,0 +1,301 @@
+"""Maximum and average pooling: 2-d and 3-d (1-d arrives as 2-d), forward and backward.
+
+Each rank runs torch's own pool over what its outputs read, the padding along sharded dims included. Of a maximum the indices
+are then moved from that region to the whole tensor; an average is a sum, divided by what the whole tensor says of its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo import dispatch
+from torchhalo.addressed import moved
+from torchhalo.exchange import anchor
+from torchhalo.geometry import Relation, Span, Window
+from torchhalo.relayout import relayout
+from torchhalo.windowed import Here, adjoint, forward, memory_format, reach
+
+aten = torch.ops.aten
+
+
+def spatial(op: dispatch.Op) -> int:
+    """How many dims, the last ones, a pool goes along."""
+    return 3 if "3d" in str(op) else 2
+
+
+class Pool(NamedTuple):
+    """The arguments of a pool, one per spatial dim."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil_mode: bool
+
+    @classmethod
+    def of(cls, ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Pool:
+        def each(values: Any) -> tuple[int, ...]:
+            values = (values,) if isinstance(values, int) else tuple(values)
+            return values if len(values) == ndim else values * ndim
+
+        return cls(each(kernel), each(stride) or each(kernel), each(padding), each(dilation), ceil_mode)
+
+    def windows(self, ndim: int) -> dict[int, Window]:
+        """The window of each of the last dims of a tensor."""
+        parameters = zip(self.kernel, self.stride, self.padding, self.padding, self.dilation, strict=True)
+        return {ndim - len(self.kernel) + i: Window(*each) for i, each in enumerate(parameters)}
+
+    def within(self, dims: Sequence[int], ndim: int) -> Pool:
+        """The pool of a region that holds the padding along ``dims`` already."""
+        first = ndim - len(self.kernel)
+        return self._replace(padding=tuple(0 if first + i in dims else p for i, p in enumerate(self.padding)))
+
+
+def divided(sums: torch.Tensor, counts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """``sums`` over the product of the counts along the dims."""
+    area = prod(count.view(-1, *[1] * (sums.ndim - 1 - dim)) for dim, count in counts.items())
+    return torch.div(sums, area, rounding_mode=None if sums.is_floating_point() else "trunc")
+
+
+def summed(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def let_torch_object(op: dispatch.Op, input: DTensor) -> None:
+    """Let the smallest plain pool object to a dtype: only torch's kernels check it, and a rank may have nothing to pool."""
+    if input.dtype not in (torch.float32, torch.float64) and not dispatch.tracing():
+        _smallest(op, input.ndim, input.dtype, input.device.type)
+
+
+@lru_cache(maxsize=256)
+def _smallest(op: dispatch.Op, ndim: int, dtype: torch.dtype, device: str) -> None:
+    op(torch.ones([1] * ndim, dtype=dtype, device=device), [1] * spatial(op))
+
+
+# Maximum.
+
+
+@dispatch.register(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, traffic="the halo of the input")
+def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """Handler of ``aten.max_pool2d_with_indices`` and its like; the indices are those into the whole tensor."""
+    input, *parameters = dispatch.bound(op, args, kwargs)
+    pool = Pool.of(spatial(op), *parameters)
+    let_torch_object(op, input)
+    results = dispatch.plain_result(op, input, *pool)
+    windows = pool.windows(input.ndim)
+    sizes = [input.shape[dim] for dim in windows]
+
+    def kernel(region: torch.Tensor, here: Here) -> tuple[torch.Tensor, ...]:
+        if not region.numel():
+            return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
+        values, indices = op(region, *pool.within(here.dims, region.ndim))
+        held = [here.held(dim) for dim in windows]
+
+        def move(dim: int, at: torch.Tensor) -> torch.Tensor:
+            # Of a window with nothing but the lowest value the index is that of its first input, which may be padding here.
+            at = at + held[dim].start
+            return torch.where(at < 0, at % pool.dilation[dim], at)
+
+        return values, moved(indices, [span.size for span in held], sizes, move) if here.dims else indices
+
+    lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
+    return forward(kernel, input, windows, results, region=reach, fill=lowest)
+
+
+@dispatch.register(
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+    traffic="the halo of the gradient of the input",
+    limits="refuses a dilation that steps over the whole input",
+)
+def max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.max_pool2d_with_indices_backward`` and its like."""
+    grad, input, *parameters, indices = dispatch.bound(op, args, kwargs)
+    pool = Pool.of(spatial(op), *parameters)
+    windows = pool.windows(input.ndim)
+    for dim, window in windows.items():
+        if window.dilation > input.shape[dim]:
+            raise NotImplementedError(
+                f"{op}: a window with dilation (={window.dilation}) may step over all {input.shape[dim]} elements of dim {dim} "
+                "and has no gradient then: pool with a smaller dilation"
+            )
+    grad, input, indices = dispatch.as_dtensors(str(op), grad_output=grad, self=input, indices=indices)
+    (result,) = dispatch.plain_result(op, grad, input, *pool, indices)
+    return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result)
+
+
+def as_pooled(tensor: DTensor, input: DTensor) -> DTensor:
+    """``tensor`` sharded as the result of a pool of ``input`` is."""
+    return placed_as(tensor, dispatch.without_partial(input.placements))
+
+
+def placed_as(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor`` with other placements, none Partial: what changes owner travels."""
+    tensor = dispatch.reduced(tensor)
+    if tensor.placements == tuple(placements):
+        return tensor
+    return relayout(tensor, dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype), placements)
+
+
+def to_maxima(grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dispatch.Meta) -> DTensor:
+    """The gradient of a maximum: to the elements that the indices name, which are among those that the rank read."""
+    sizes, lead = [result.shape[dim] for dim in windows], grad.ndim - len(windows)
+
+    def kernel(grad: torch.Tensor, here: Here, indices: torch.Tensor) -> torch.Tensor:
+        held = [here.held(dim) for dim in windows]
+        if not grad.numel():
+            return nothing(grad, held)
+        shape = *grad.shape[:lead], *(span.size for span in held)
+        if here.dims:
+            indices = moved(indices, sizes, shape[lead:], lambda dim, at: at - held[dim].start)
+        out = grad.new_zeros(shape, dtype=summed(grad.dtype))
+        out.flatten(lead).scatter_add_(-1, indices.flatten(lead), grad.flatten(lead).to(out.dtype))
+        return out.to(grad.dtype)
+
+    return adjoint(kernel, grad, windows, result, indices)
+
+
+def nothing(grad: torch.Tensor, held: Sequence[Span]) -> torch.Tensor:
+    """The gradient that an empty shard of ``grad`` gives to what a rank held."""
+    return anchor(grad.new_zeros(*grad.shape[: -len(held)], *(span.size for span in held)), grad)
+
+
+# Average.
+
+
+class Average(NamedTuple):
+    """The arguments of an average pool."""
+
+    pool: Pool
+    include_pad: bool
+    divisor: int | None
+
+    @classmethod
+    def of(
+        cls,
+        ndim: int,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        include_pad: bool,
+        divisor: int | None,
+    ) -> Average:
+        return cls(Pool.of(ndim, kernel, stride, padding, 1, ceil_mode), include_pad, divisor)
+
+    def spread(self) -> tuple[Any, ...]:
+        """As the aten ops take them."""
+        pool = self.pool
+        return pool.kernel, pool.stride, pool.padding, pool.ceil_mode, self.include_pad, self.divisor
+
+    def sums(self, dims: Sequence[int], ndim: int, divisor: int | None) -> tuple[Any, ...]:
+        """The same for a region that holds the padding along ``dims``, and for sums if there is no one divisor."""
+        return self._replace(pool=self.pool.within(dims, ndim), divisor=divisor or 1).spread()
+
+    def counted(self, window: Window, size: int) -> Span:
+        """What counts along one dim where a window meets it."""
+        return Span(-window.before, size + window.after) if self.include_pad else Span(0, size)
+
+    def common_divisor(self, windows: Mapping[int, Window], input: Sequence[int], output: Sequence[int]) -> int | None:
+        """What all averages are divided by, if that is one number."""
+        whole = all(
+            self.counted(window, input[dim]).contains(window.reach(Span(0, output[dim]))) for dim, window in windows.items()
+        )
+        return prod(self.pool.kernel) if self.divisor is None and whole else self.divisor
+
+    def counts(self, windows: Mapping[int, Window], input: Sequence[int], here: Here, device: Any) -> dict[int, torch.Tensor]:
+        """For each dim, how many elements count in the windows of the rank's outputs."""
+        counts = {}
+        for dim, window in windows.items():
+            counted, outputs = self.counted(window, input[dim]), here.outputs.spans[dim]
+            first = torch.arange(outputs.start, outputs.stop, device=device) * window.stride - window.before
+            counts[dim] = (first + window.kernel).clamp(max=counted.stop) - first.clamp(min=counted.start)
+        return counts
+
+
+@dispatch.register(aten.avg_pool2d.default, aten.avg_pool3d.default, traffic="the halo of the input")
+def avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.avg_pool2d`` and its like."""
+    input, *parameters = dispatch.bound(op, args, kwargs)
+    average = Average.of(spatial(op), *parameters)
+    let_torch_object(op, input)
+    (result,) = dispatch.plain_result(op, input, *average.spread())
+    windows = average.pool.windows(input.ndim)
+    divisor = average.common_divisor(windows, input.shape, result.shape)
+
+    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+        if not region.numel():
+            return region.new_empty(here.outputs.shape)
+        arguments = average.sums(here.dims, region.ndim, divisor)
+        if divisor is not None:
+            return op(region, *arguments)
+        counts = average.counts(windows, input.shape, here, region.device)
+        return divided(op(region.to(summed(region.dtype)), *arguments), counts).to(region.dtype)
+
+    return forward(kernel, input, windows, [result], region=reach)[0]
+
+
+@dispatch.register(
+    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, traffic="the halo of the gradient of the input"
+)
+def avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.avg_pool2d_backward`` and its like."""
+    grad, input, *parameters = dispatch.bound(op, args, kwargs)
+    grad, input = dispatch.as_dtensors(str(op), grad_output=grad, self=input)
+    average = Average.of(spatial(op), *parameters)
+    (result,) = dispatch.plain_result(op, grad, input, *average.spread())
+    windows = average.pool.windows(input.ndim)
+    divisor = average.common_divisor(windows, input.shape, grad.shape)
+    format = memory_format(result.shape, result.stride)
+
+    def kernel(grad: torch.Tensor, here: Here) -> torch.Tensor:
+        held = {dim: here.held(dim) for dim in windows}
+        if not grad.numel():
+            return nothing(grad, list(held.values()))
+        share = grad
+        if divisor is None:
+            counts = average.counts(windows, input.shape, here, grad.device)
+            share = divided(grad.to(summed(grad.dtype)), counts)
+        spans = {dim: windows[dim].reach(here.outputs.spans[dim]) if dim in here.dims else held[dim] for dim in windows}
+        out = op(
+            share,
+            unread(share, [span.size for span in spans.values()], format),
+            *average.sums(here.dims, grad.ndim, divisor),
+        )
+        return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
+
+    return adjoint(kernel, as_pooled(grad, input), windows, result)
+
+
+def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format) -> torch.Tensor:
+    """For a backward kernel that wants no more of its input than its shape."""
+    shape = *grad.shape[: -len(sizes)], *sizes
+    return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=format)
+
+
+# Composites.
+
+
+@dispatch.register(
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.max_pool1d_with_indices.default,
+    aten.avg_pool1d.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool3d.default,
+    aten.adaptive_max_pool1d.default,
+    traffic="as the pool that it is made of",
+)
+def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of what `torch.inference_mode` leaves undecomposed: down to the ops above, as autograd would."""
+    return op.decompose(*args, **kwargs)

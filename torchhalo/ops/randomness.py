@@ -1,0 +1,433 @@
+"""Random numbers that do not depend on how a tensor is sharded.
+
+Each draw takes one seed from torch's default generator of the CPU, on every rank the same, and element ``i`` of the whole
+tensor, in row-major order, gets a hash of seed and ``i``. So one seed gives the same numbers on any number of ranks, any
+layout and any device, replicated tensors get the same ones everywhere, and what saves and restores the state of the
+generator, such as `torch.utils.checkpoint`, works as for plain torch. The numbers are not those of plain torch, which depend
+on the size of a shard.
+
+The ranks must be seeded alike and must draw alike. That they did is checked at the first draw on a mesh and at each
+`CHECK_EVERY`-th after it; under torch.compile it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo import dispatch
+from torchhalo.broadcasting import aligned
+from torchhalo.geometry import Box, Span
+from torchhalo.layout import layout
+from torchhalo.windowed import laid_out
+
+aten = torch.ops.aten
+
+CHECK_EVERY = 64
+SLICE = 1 << 18  # elements that are drawn at a time: the integers in between take 24 bytes for each of them
+
+Bits = Callable[[int], torch.Tensor]  # from the number of a stream to 64 random bits per element, to be overwritten
+
+
+# The switch.
+
+_torch_stream = False
+
+
+class _Chosen:
+    """What `torch_random` returns: leaving it as a context restores what was in force before the call."""
+
+    def __init__(self, before: bool):
+        self._before = before
+
+    def __enter__(self) -> _Chosen:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _choose(self._before)
+
+
+def torch_random(on: bool = True) -> _Chosen:
+    """Leave random numbers to stock DTensor: torch's own stream, which depends on the number of ranks and on the layout.
+
+    It holds for the whole process until it is called with False or, if used as a context manager, until the block ends.
+    A function that torch.compile has compiled keeps the numbers that it was compiled with.
+
+    Example:
+        >>> import torchhalo
+        >>> with torchhalo.torch_random():
+        ...     pass  # here F.dropout on a DTensor draws as stock DTensor does
+    """
+    before = _torch_stream
+    _choose(on)
+    return _Chosen(before)
+
+
+def _choose(on: bool) -> None:
+    global _torch_stream
+    _torch_stream = on
+    config, tag = torch.compiler.config, "torchhalo-torch-random"  # what is compiled for one is not to be used for the other
+    config.cache_key_tag = config.cache_key_tag.replace(tag, "") + (tag if on else "")
+
+
+# The generator.
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """Hash 64-bit integers, in place: the finaliser of SplitMix64, in arithmetic that wraps."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z.bitwise_xor_(_shifted(z, shift)).mul_(_signed(factor))
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def _shifted(z: torch.Tensor, places: int) -> torch.Tensor:
+    """``z`` moved to the right, with zeros from the left, where torch has copies of the sign."""
+    return (z >> places).bitwise_and_((1 << (64 - places)) - 1)
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as the integer that int64 has for it."""
+    word %= 1 << 64
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _bits(box: Box, shape: Sequence[int], seed: torch.Tensor) -> Bits:
+    """64 bits for each element of ``box`` of a tensor of ``shape``, independent for each stream."""
+    index = seed.new_zeros(())
+    scale = 1
+    for dim, span in reversed(list(enumerate(box.spans))):
+        line = torch.arange(span.start, span.stop, device=seed.device).mul_(scale)
+        index = line.view(-1, *[1] * (len(shape) - 1 - dim)) + index
+        scale *= shape[dim]
+
+    def bits(stream: int) -> torch.Tensor:
+        key = _mixed(seed + _signed(stream * 0xD1342543DE82EF95))
+        return _mixed(index.mul(_signed(0x9E3779B97F4A7C15)).add_(key))
+
+    return bits
+
+
+def _slices(box: Box) -> Iterator[Box]:
+    """``box`` in parts of about `SLICE` elements; whole under torch.compile, which fuses what comes between."""
+    if box.size <= SLICE or dispatch.tracing():
+        yield box
+        return
+    dim = max(range(len(box.spans)), key=lambda dim: box.spans[dim].size)
+    span = box.spans[dim]
+    step = max(1, SLICE * span.size // box.size)
+    for start in range(span.start, span.stop, step):
+        part = Span(start, min(start + step, span.stop))
+        yield from _slices(Box((*box.spans[:dim], part, *box.spans[dim + 1 :])))
+
+
+_draws: dict[DeviceMesh, int] = {}
+
+
+def _seed(op: dispatch.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """The seed of one draw, on ``device``. Ranks outside the mesh draw one too, so that their generators keep step."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if generator is not None:
+        seed = dispatch.once(lambda: torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    else:
+        # A CUDA graph would replay a number of the CPU for ever; the generator of the device knows of graphs.
+        seed = torch.randint(2**63 - 1, (), device=device if capturing else "cpu")
+    moved = seed.to(device, non_blocking=True)
+    if dispatch.coordinate(mesh) is not None and dispatch.concrete(seed) and not capturing:
+        _draws[mesh] = _draws.get(mesh, 0) + 1
+        if _draws[mesh] % CHECK_EVERY == 1:
+            _check(op, mesh, moved)
+    return moved
+
+
+def _check(op: dispatch.Op, mesh: DeviceMesh, seed: torch.Tensor) -> None:
+    ends = dispatch.all_reduce(torch.stack([seed, -seed]), mesh, range(mesh.ndim), "max")
+    highest, lowest = (int(end.item()) for end in ends.unbind())
+    if highest != -lowest:
+        raise RuntimeError(
+            f"{_name(op)}: the ranks of {mesh} drew different seeds, so that they would disagree on what they share. Call "
+            "torch.manual_seed with the same seed on all of them, and let what only some ranks draw have a torch.Generator of "
+            "its own; or leave random numbers to stock DTensor with torchhalo.torch_random()"
+        )
+
+
+def _name(op: dispatch.Op) -> str:
+    return op.overloadpacket.__name__
+
+
+# From bits to numbers. Each function gives as many as ``bits`` does, as a dtype that holds them exactly.
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _unit(bits: Bits, dtype: torch.dtype, stream: int = 0) -> torch.Tensor:
+    """Uniform in [0, 1), with as many digits as ``dtype`` has, so that none is rounded up to 1."""
+    digits = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    words = bits(stream).bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
+    return words.to(_wide(dtype)).mul_(2.0**-digits)
+
+
+def _log(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    """The logarithm of what is uniform in (0, 1]."""
+    digits = 53 if dtype == torch.float64 else 32
+    words = bits(0).bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1).add_(1)
+    return words.to(_wide(dtype)).mul_(2.0**-digits).log_()
+
+
+def _bernoulli(bits: Bits, dtype: torch.dtype, p: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        return _unit(bits, _wide(p.dtype)) < p
+    return bits(0).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1) < round(p * (1 << 53))
+
+
+def _uniform(bits: Bits, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    return _unit(bits, dtype).mul_(high - low).add_(low)
+
+
+def _normal(bits: Bits, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    """Box and Muller's way, of two numbers the first."""
+    radius = _log(bits, dtype).mul_(-2).sqrt_()
+    return radius.mul_(_unit(bits, _wide(dtype), stream=1).mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
+
+
+def _log_normal(bits: Bits, dtype: torch.dtype, mean: float, std: float) -> torch.Tensor:
+    return _normal(bits, dtype, mean, std).exp_()
+
+
+def _exponential(bits: Bits, dtype: torch.dtype, rate: float) -> torch.Tensor:
+    return _log(bits, dtype).div_(-rate)
+
+
+def _cauchy(bits: Bits, dtype: torch.dtype, median: float, sigma: float) -> torch.Tensor:
+    return _unit(bits, _wide(dtype)).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
+
+
+def _geometric(bits: Bits, dtype: torch.dtype, p: float) -> torch.Tensor:
+    return _log(bits, dtype).div_(math.log1p(-p) if p < 1 else -math.inf).ceil_().clamp_(min=1)
+
+
+def _integer(bits: Bits, dtype: torch.dtype, low: int, high: int | None = None) -> torch.Tensor:
+    """In [low, high), or up to the largest of ``dtype``; the bias is at most one in 2**63 over the size of the interval."""
+    size = (_largest(dtype) + 1 if high is None else high) - low
+    if size > 1 << 63:
+        raise NotImplementedError(f"random integers between {low} and {high}: at most 2**63 different ones can be drawn")
+    words = bits(0).bitwise_and_((1 << 63) - 1)
+    return (words if size == 1 << 63 else words.remainder_(size)).add_(low)
+
+
+def _below(bits: Bits, dtype: torch.dtype, high: int) -> torch.Tensor:
+    return _integer(bits, dtype, 0, high)
+
+
+def _any_integer(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    return _integer(bits, dtype, 0)
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """Of the integers that ``dtype`` holds, all of those below it too, the largest."""
+    if dtype == torch.bool:
+        return 1
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+# The ops.
+
+Draw = Callable[..., torch.Tensor]
+
+
+def _overloads(*names: str) -> list[dispatch.Op]:
+    """Those of the named overloads, such as ``rand_like.generator``, that this torch has."""
+    pairs = (name.split(".") for name in names)
+    return [getattr(getattr(aten, op), overload) for op, overload in pairs if overload in getattr(aten, op).overloads()]
+
+
+FILLS: dict[dispatch.Op, Draw] = {
+    aten.bernoulli_.float: _bernoulli,
+    aten.bernoulli_.Tensor: _bernoulli,
+    aten.uniform_.default: _uniform,
+    aten.normal_.default: _normal,
+    aten.log_normal_.default: _log_normal,
+    aten.exponential_.default: _exponential,
+    aten.cauchy_.default: _cauchy,
+    aten.geometric_.default: _geometric,
+    aten.random_.default: _any_integer,
+    aten.random_.to: _below,
+    getattr(aten.random_, "from"): _integer,
+}
+LIKES: dict[dispatch.Op, Draw] = {
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli.Tensor: _bernoulli,
+    aten.uniform.default: _uniform,
+    aten.normal_functional.default: _normal,
+    aten.log_normal.default: _log_normal,
+    aten.exponential.default: _exponential,
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
+    aten.random.default: _any_integer,
+    aten.random.to: _below,
+    getattr(aten.random, "from"): _integer,
+    **dict.fromkeys(_overloads("rand_like.default", "rand_like.generator"), _uniform),
+    **dict.fromkeys(_overloads("randn_like.default", "randn_like.generator"), _normal),
+    **dict.fromkeys(_overloads("randint_like.default", "randint_like.generator"), _below),
+    **dict.fromkeys(_overloads("randint_like.low_dtype", "randint_like.low_generator_dtype"), _integer),
+}
+TRAFFIC = "nothing, but two numbers now and again to see that all ranks draw alike"
+LIMITS = "not the numbers of plain torch; the ranks must be seeded alike"
+
+
+@dispatch.register(*FILLS, traffic=TRAFFIC, limits=LIMITS)
+def fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of the ops that fill a tensor with random numbers."""
+    if _torch_stream:
+        return dispatch.stock(op, args, kwargs)
+    tensor, *parameters = _positional(op, args, kwargs)
+    _object(op, tensor.dtype, parameters)
+    _drawn(op, FILLS[op], tensor, tensor.placements, tensor.dtype, parameters, kwargs, out=dispatch.local(tensor))
+    return tensor
+
+
+@dispatch.register(*LIKES, traffic=TRAFFIC, limits=LIMITS)
+def like(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of the ops that make a tensor of random numbers like another one."""
+    if _torch_stream:
+        return dispatch.stock(op, args, kwargs)
+    tensor, *parameters = _positional(op, args, kwargs)
+    options = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
+    (result,) = dispatch.plain_result(aten.empty_like.default, tensor, **options)
+    _object(op, result.dtype, parameters)
+    placements = dispatch.without_partial(tensor.placements)
+    shard = _drawn(op, LIKES[op], tensor, placements, result.dtype, parameters, kwargs)
+    return dispatch.wrap(laid_out(shard, result), tensor.device_mesh, placements, result)
+
+
+@dispatch.register(aten.bernoulli.default, traffic=TRAFFIC, limits=LIMITS)
+def bernoulli(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``torch.bernoulli``, whose input holds the probabilities."""
+    if _torch_stream:
+        return dispatch.stock(op, args, kwargs)
+    return aten.bernoulli.Tensor(args[0], args[0], **kwargs)
+
+
+@dispatch.register(
+    aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, traffic=TRAFFIC, limits=LIMITS
+)
+def normal(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``torch.normal`` with tensors for mean, standard deviation, or both."""
+    if _torch_stream:
+        return dispatch.stock(op, args, kwargs)
+    mean, std = _positional(op, args, kwargs)
+    (result,) = dispatch.plain_result(op, mean, std)
+    both = mean + std  # sharded and shaped as the result is to be
+    return (aten.normal_functional.default(both, **kwargs) * std + mean).to(result.dtype)
+
+
+@dispatch.register(aten.native_dropout.default, traffic=TRAFFIC, limits=LIMITS)
+def native_dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.native_dropout``, which CUDA tensors take; a Partial input stays one, as dropout is linear."""
+    if _torch_stream:
+        return dispatch.stock(op, args, kwargs)
+    input, p, train = dispatch.bound(op, args, kwargs)
+    result, mask = dispatch.plain_result(op, input, p, train)
+    mesh = input.device_mesh
+    placements = dispatch.without_partial(input.placements)
+    if train is False:
+        kept = torch.ones_like(dispatch.local(input), dtype=torch.bool)
+    else:
+        _object(aten.bernoulli_.float, torch.float32, [p])
+        kept = _drawn(op, _bernoulli, input, placements, torch.bool, [1 - p], kwargs)
+    kept = laid_out(kept, mask)
+    scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
+    out = dispatch.local(input) * kept * scale
+    return dispatch.wrap(laid_out(out, result), mesh, input.placements, result), dispatch.wrap(kept, mesh, placements, mask)
+
+
+@dispatch.register(aten.dropout.default, traffic=TRAFFIC, limits=LIMITS)
+def dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.dropout``, which `torch.inference_mode` leaves undecomposed."""
+    input, p, train = dispatch.bound(op, args, kwargs)
+    return aten.native_dropout.default(input, p, True)[0] if train else input.clone()
+
+
+@dispatch.register(
+    aten.dropout_.default,
+    aten.alpha_dropout.default,
+    aten.alpha_dropout_.default,
+    aten.feature_dropout.default,
+    aten.feature_dropout_.default,
+    aten.feature_alpha_dropout.default,
+    aten.feature_alpha_dropout_.default,
+    traffic=TRAFFIC,
+    limits=LIMITS,
+)
+def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of what `torch.inference_mode` leaves undecomposed."""
+    return op.decompose(*args, **kwargs)
+
+
+def _positional(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The positional arguments of ``op``, defaults filled in; tensors as DTensors."""
+    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    found = dict(zip(names, dispatch.bound(op, args, kwargs), strict=False))
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return [*(found | dict(zip(tensors, dispatch.as_dtensors(_name(op), **tensors), strict=True))).values()]
+
+
+def _object(op: dispatch.Op, dtype: torch.dtype, parameters: Sequence[Any]) -> None:
+    """Let plain torch object to wrong parameters, with its own words."""
+    if not any(isinstance(parameter, torch.Tensor) for parameter in parameters):
+        _try(op, dtype, *parameters)
+
+
+@lru_cache(maxsize=256)
+def _try(op: dispatch.Op, dtype: torch.dtype, *parameters: float) -> None:
+    generator = {"generator": None} if "generator" in op._overloadname else {}  # has no default there
+    dispatch.once(lambda: op(torch.empty(0, dtype=dtype), *parameters, **generator))
+
+
+def _drawn(
+    op: dispatch.Op,
+    draw: Draw,
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    dtype: torch.dtype,
+    parameters: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's part of one draw in the shape of ``tensor``.
+
+    Args:
+        parameters: Of ``draw``: numbers, or one DTensor that broadcasts to the shape.
+        out: Where to put it; a new tensor of ``dtype`` if not given. Of a sum over ranks, the first rank gets all.
+    """
+    mesh, shard = tensor.device_mesh, dispatch.local(tensor)
+    seed = _seed(op, mesh, shard.device, kwargs.get("generator"))
+    here = dispatch.coordinate(mesh)
+    if here is None:
+        return shard.new_empty(0, dtype=dtype)
+    whole = layout(tensor.shape, mesh, placements)
+    others = [dispatch.local(aligned(p, placements, tensor.shape)) if isinstance(p, DTensor) else p for p in parameters]
+    summed = [axis for axis, placement in enumerate(placements) if placement == Partial()]
+
+    def kernel(
+        shard: torch.Tensor, out: torch.Tensor | None, seed: torch.Tensor, others: Sequence[Any], *coordinate: int
+    ) -> torch.Tensor:
+        box = whole.owned(coordinate)
+        out = shard.new_empty(box.shape, dtype=dtype) if out is None else out
+        if any(coordinate[axis] for axis in summed):
+            return out.zero_()
+        for part in _slices(box):
+            cut = part.within(box)
+            along = [other.expand(box.shape)[cut] if isinstance(other, torch.Tensor) else other for other in others]
+            out[cut].copy_(draw(_bits(part, whole.shape, seed), dtype, *along))
+        return out
+
+    return dispatch.per_rank(kernel, shard, out, seed, others, *here)
