@@ -38,7 +38,7 @@ def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int) -> torch
     return mask > -1 if kind == "bool" else mask
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_attention(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def writing(data: st.DataObject, shape: list[int]) -> Function:
             index[dim] = slice(first, data.draw(st.integers(first, shape[dim])), data.draw(st.integers(1, 3)))
     place = tuple(index)
     chain = data.draw(st.booleans())
-    kinds = ["number", "fill", "zero", "add", "scale", "copy", "shifted", "masked", "square", "twice", "stale"]
+    kinds = ["number", "fill", "zero", "add", "scale", "copy", "shifted", "masked", "square", "twice"]
     kind = data.draw(st.sampled_from(kinds))
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -157,13 +158,10 @@ def writing(data: st.DataObject, shape: list[int]) -> Function:
             part.masked_fill_(part > 0, -1.0)
         elif kind == "square":
             part.mul_(x[place])
-        elif kind == "twice":
+        else:
             part.add_(1)
             part.mul_(3)
             y[place] = y[place] + 1
-        else:
-            y.add_(1)
-            part.mul_(3)
         return y * x
 
     return function
@@ -243,9 +241,10 @@ def test_what_select_and_writes_send() -> None:
             with wire() as sent:
                 write(piece)
             assert sent == []
+        row = x.select(1, 5)
         with wire() as sent:
-            row.mul_(2)  # stale: cut again, and written by its owner
-        assert sent == [Sent("all_to_all_single", {0: 8, 1: 0, 2: 8})]
+            row.mul_(2)  # all have it, and its owner writes it
+        assert sent == []
         piece = x[:, 2:8]  # ranks own 0..3, 4..7, 8..10, and of the piece 2..3, 4..5, 6..7
         with wire() as sent:
             piece.mul_(2)
@@ -365,3 +364,39 @@ def test_nothing_gathers() -> None:
     with simulated(2), torchhalo.strict():
         x = shard(torch.randn(2, 3, 8, 8), init_device_mesh("cpu", (2,)), [Shard(3)]).requires_grad_()
         network(x).square().sum().backward()
+
+
+def test_an_outdated_piece_raises() -> None:
+    """And one that lies beside what was written, or is written over as a whole, does not."""
+    with simulated(3):
+        y = shard(torch.arange(14.0).view(2, 7), init_device_mesh("cpu", (3,)), [Shard(1)])
+        part, beside, row = y[:, 2:5], y[:, 5:], y[:, 3].unsqueeze(0)
+        y[:, 2:4] = 1.0
+        beside.mul_(2)
+        outdated: list[Callable[[], object]] = [
+            lambda: part + 1,
+            lambda: part.mul_(2),
+            lambda: row.clone(),
+            lambda: part[:, 1:],
+            lambda: part.sum(),
+            lambda: torch.cat([part, beside], 1),
+        ]
+        for use in outdated:
+            with pytest.raises(RuntimeError, match="take it again after the write"):
+                use()
+        part.zero_()
+        part.add_(3)
+        whole_part = part + beside[:, :1]
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="take it again after the write"):
+            beside.add_(1)
+        want = [[1.0, 2.0, 4.0, 4.0, 4.0, 11.0, 13.0], [8.0, 9.0, 4.0, 4.0, 4.0, 25.0, 27.0]]
+        assert whole(y).tolist() == want
+        assert whole(whole_part).tolist() == [[13.0] * 3, [27.0] * 3]
+
+
+def test_a_copy_forgets() -> None:
+    with simulated(2):
+        y = shard(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        copy.deepcopy(y[1:4]).zero_()
+        assert whole(y).tolist() == [0, 1, 2, 3, 4, 5]

@@ -52,7 +52,7 @@ def parameters(data: st.DataObject, shape: list[int], mesh: tuple[int, ...]) -> 
 
 # Not shrunk: that takes many minutes here.
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -109,13 +109,18 @@ def test_random_group_norms(data: st.DataObject) -> None:
         devices = init_device_mesh(DEVICE, mesh)
         x = maybe_channels_last(data, random(*shape))
         tensors, places = parameters(data, [shape[1]], mesh)
-        needs_grad = [data.draw(st.booleans()), *(data.draw(st.booleans()) and t is not None for t in tensors)]
+        # plain torch crashes where a channels-last input needs no gradient
+        needs_grad = [
+            data.draw(st.booleans()) or not x.is_contiguous(),
+            *(data.draw(st.booleans()) and t is not None for t in tensors),
+        ]
         result = assert_parity(
             lambda x, w, b: F.group_norm(x, groups, w, b), [x, *tensors], devices, [placements, *places], needs_grad=needs_grad
         )
         assert list(result.placements) == [Replicate() if isinstance(p, Partial) else p for p in placements]
 
 
+@pytest.mark.filterwarnings("ignore::torchhalo.gathers.GatherWarning")  # stock DTensor, for dims of size 1 that it cuts
 @SETTINGS
 @given(data=st.data())
 def test_random_layer_norms(data: st.DataObject) -> None:
@@ -160,7 +165,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def run_beside_one_process(mesh: DeviceMesh, placements: list[Placement], size: int, steps: int = 3, **kwargs: Any) -> None:
+def run_beside_one_process(mesh: DeviceMesh, placements: list[Placement], size: int, steps: int = 2, **kwargs: Any) -> None:
     """Some training steps and an evaluation on this rank: outputs, gradients and buffers are one process's."""
     torch.manual_seed(0)
     plain = Net(size, **kwargs).double()
@@ -268,6 +273,10 @@ BATCH_NORMS = {
     "with update functional": lambda x, w, b, m, v: aten._batch_norm_with_update_functional(x, w, b, m, v, 0.1, 1e-5),
     "no update": lambda x, w, b, m, v: aten._batch_norm_no_update(x, w, b, m, v, 0.1, 1e-5),
 }
+
+
+if DEVICE != "cpu":
+    del BATCH_NORMS["no update"]  # plain torch 2.11 runs the CPU's kernel
 
 
 @pytest.mark.parametrize("name", BATCH_NORMS)

@@ -29,11 +29,13 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from torchhalo import gathers
 
 __all__ = [
     "Meta",
+    "Origin",
     "aliasing_ops",
     "all_gather",
     "all_reduce",
@@ -43,11 +45,13 @@ __all__ = [
     "bound",
     "concrete",
     "coordinate",
+    "counting",
     "disable",
     "enable",
     "enabled",
     "fiber_group",
     "local",
+    "mend",
     "mutated",
     "once",
     "origin",
@@ -59,12 +63,13 @@ __all__ = [
     "reduced",
     "register",
     "registry",
+    "relatives",
     "remember",
     "replicate_implicitly",
     "replicated",
+    "spoil",
     "stock",
     "tracing",
-    "version",
     "wait",
     "without_partial",
     "wrap",
@@ -295,9 +300,9 @@ def _check_sync_group(module: torch.nn.SyncBatchNorm, mesh: DeviceMesh) -> None:
     others = sorted(set(group) - set(inside))
     if others:
         raise RuntimeError(
-            f"SyncBatchNorm: its process group must lie in the device mesh of its input, a DTensor; ranks {others} of the group "
-            f"are not in {mesh}. Make the module with process_group=mesh.get_group() for statistics over the mesh, or shard the "
-            "batch over a mesh that holds all ranks for statistics over all of them"
+            f"SyncBatchNorm: its process group must lie in the device mesh of its input, a DTensor; ranks {others} of the "
+            f"group are not in {mesh}. Make the module with process_group=mesh.get_group() for statistics over the mesh, or "
+            "shard the batch over a mesh that holds all ranks for statistics over all of them"
         )
 
 
@@ -319,11 +324,19 @@ def _keep_whole(on: bool) -> None:
 
 
 def _whole(op: Op, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    handing_over = False
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+        nonlocal handing_over
+        # a handler that takes the op apart comes back here
+        if handing_over or not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return decomposition(*args, **kwargs)
-        with no_python_dispatcher():
-            return op(*args, **kwargs)
+        handing_over = True
+        try:
+            with no_python_dispatcher():
+                return op(*args, **kwargs)
+        finally:
+            handing_over = False
 
     return kernel
 
@@ -439,9 +452,23 @@ def _bare(shard: torch.Tensor) -> torch.Tensor:
     return shard.detach() if shard.requires_grad else shard
 
 
-def remember(tensor: DTensor, origin: object) -> DTensor:
-    """``tensor``, which from now on knows where it comes from."""
+class Origin:
+    """Where a tensor comes from; a copy of the tensor, or one that is loaded from a file, comes from nowhere."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _Relatives(list[Any], Origin):
+    """Weak references to the tensors that remember a tensor, or a view of it, as their origin."""
+
+
+def remember(tensor: DTensor, origin: Origin, base: DTensor) -> DTensor:
+    """``tensor``, which from now on knows that it comes from ``base``, and how."""
     setattr(tensor, "_torchhalo_origin", origin)  # noqa: B010
+    root = _root(base)
+    known = [ref for ref in getattr(root, "_torchhalo_relatives", None) or () if ref() is not None]
+    setattr(root, "_torchhalo_relatives", _Relatives([*known, TensorWeakRef(tensor)]))  # noqa: B010
     return tensor
 
 
@@ -450,16 +477,45 @@ def origin(tensor: torch.Tensor) -> Any:
     return getattr(tensor, "_torchhalo_origin", None)
 
 
+def relatives(tensor: DTensor) -> list[DTensor]:
+    """The living tensors that remember this one as their base, or one that it shares memory with."""
+    found = getattr(_root(tensor), "_torchhalo_relatives", None)
+    return [other for ref in found if (other := ref()) is not None] if found else []
+
+
+def _root(tensor: DTensor) -> torch.Tensor:
+    base = tensor._base
+    return tensor if base is None else base
+
+
+class _Spoiled:
+    """In the place of a tensor's spec, which every op asks: an error for all but what is written over the whole tensor."""
+
+    def __init__(self, spec: DTensorSpec, reason: str):
+        self.kept, self.reason = spec, reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(self.reason)
+
+
+def spoil(tensor: DTensor, reason: str) -> None:
+    """Make every op on ``tensor`` raise ``reason``."""
+    if not isinstance(tensor._spec, _Spoiled):
+        setattr(tensor, "_spec", _Spoiled(tensor._spec, reason))  # noqa: B010
+
+
+def mend(tensor: DTensor) -> None:
+    """Undo `spoil`."""
+    spec: Any = tensor._spec
+    if isinstance(spec, _Spoiled):
+        tensor._spec = spec.kept
+
+
 @contextmanager
 def counting() -> Iterator[None]:
     """Inside, new tensors are ones whose versions are counted, also in inference mode; still below autograd."""
     with torch.inference_mode(False), torch._C._AutoDispatchBelowADInplaceOrView(), torch.no_grad():
         yield
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor, or one that it is a view of, was written to; always 0 in inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None = None) -> DTensor:
@@ -541,14 +597,12 @@ def plain_result(op: Op, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if len(_results) >= 4096:
             _results.clear()
-        _results[key] = tuple(
-            Meta(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in outs
-        )
+        _results[key] = tuple(Meta(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in outs)
     return _results[key]
 
 
 def plain_view(op: Op, input: DTensor, *args: Any) -> Meta:
-    """As `plain_result`, for an op that makes a view of ``input``: fake tensors do not have all of torch's strides and errors."""
+    """As `plain_result`, for an op that makes a view of ``input``: fake tensors have other strides and errors than torch."""
     shape, stride, *rest = (_signature(arg) for arg in (tuple(input.shape), input.stride(), *args))
     return _plain_view(op, shape, stride, input.dtype, *rest)
 
@@ -650,7 +704,7 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
 
 
 def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The adjoint of `all_gather`: row ``i`` of ``tensor`` is for the ``i``-th rank along ``axes``, which gets the sum of all."""
+    """The adjoint of `all_gather`: the ``i``-th rank along ``axes`` gets the sum over ranks of row ``i`` of ``tensor``."""
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
         return tensor.squeeze(0)

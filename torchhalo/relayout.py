@@ -246,7 +246,8 @@ def placed(input: DTensor, shape: Sequence[int]) -> list[Placement]:
         for axis, placement in enumerate(input.placements):
             if isinstance(placement, Shard) and placement.dim in group.source:
                 parts = mesh.size(axis)
-                dim = next((dim for dim in left if left[dim] >= parts), max(left, key=left.__getitem__, default=None))
+                large = (dim for dim in left if left[dim] >= max(2, parts))
+                dim = next(large, max(left, key=left.__getitem__, default=None))
                 placements[axis] = Replicate() if dim is None else Shard(dim)
                 if dim is not None:
                     left[dim] = -(-left[dim] // parts)

@@ -110,7 +110,7 @@ class _Attention:
             mine = self.owned.owned(coordinate).spans[TOKENS]
             local = dict(self.given, query=query, key=key, value=value)
             if self.masked:
-                local[self.masked] = mask
+                local[self.masked] = None if mask is None else _aligned(mask)
             if self.causal:
                 local |= self._look_back(mine, query, key, value)
             return kernel(mine, local, *others)
@@ -125,10 +125,16 @@ class _Attention:
             if mine.size and seen != mine.stop:
                 raise NotImplementedError("scaled_dot_product_attention: causal attention with more queries than keys")
             return near  # this kernel lets the last query see the last key
-        width = -(-seen // 8) * 8  # some kernels want aligned rows
-        late = torch.arange(width, device=query.device) > torch.arange(mine.start, mine.stop, device=query.device)[:, None]
-        bias = query.new_zeros(mine.size, width).masked_fill_(late, float("-inf"))[:, :seen]
+        late = torch.arange(seen, device=query.device) > torch.arange(mine.start, mine.stop, device=query.device)[:, None]
+        bias = _aligned(query.new_zeros(mine.size, seen).masked_fill_(late, float("-inf")))
         return {**near, "is_causal": False, self.masked: bias.expand(*query.shape[:2], -1, -1)}
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """``mask`` with rows that begin where the kernels of CUDA want them to."""
+    if mask.device.type == "cpu" or (mask.stride(-1) == 1 and not any(step % 16 for step in mask.stride()[:-1])):
+        return mask
+    return torch.constant_pad_nd(mask, [0, -mask.shape[-1] % 16])[..., : mask.shape[-1]]
 
 
 def _call(op: dispatch.Op, given: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:

@@ -24,7 +24,9 @@ from torchhalo.windowed import Here, Region, adjoint, exact, forward, gather_pie
 
 aten = torch.ops.aten
 
-STALE = "along a cut dim the result is a copy: what is later written to it reaches the base, but not the other way round"
+STALE = (
+    "along a cut dim the result is a copy: what is written to it reaches the base; when the base is written to, it is outdated"
+)
 
 
 def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:
@@ -77,7 +79,7 @@ def _sliced(input: DTensor, dim: int, start: int, step: int, result: dispatch.Me
         cut = (dim, start, start + size * step, step) if size != input.shape[dim] else (dim,)
         return _local_view(input, aten.slice.Tensor, cut, result, placements)
     (piece,) = forward(_kept, input, {dim: Window(1, stride=step, before=-start)}, [result], region=exact)
-    return dispatch.remember(piece, Cut(input, dispatch.version(input), dim, start, step, size, False))
+    return dispatch.remember(piece, Cut(input, dim, start, step, size, False), input)
 
 
 @dispatch.register(aten.slice_backward.default, traffic="the same of the gradient, on its way back")
@@ -182,7 +184,7 @@ def select(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     slab = _fetched(input, {dim: Pieces((Piece(Span(0, parts), index, 0),))}, shape, exact)
     slab = slab if dispatch.coordinate(mesh) is None else slab.squeeze(dim)
     piece = dispatch.wrap(slab, mesh, dispatch.without_partial(placements), result)
-    return dispatch.remember(piece, Cut(input, dispatch.version(input), dim, index, 1, 1, True))
+    return dispatch.remember(piece, Cut(input, dim, index, 1, 1, True), input)
 
 
 @dispatch.register(
@@ -243,7 +245,7 @@ def unbind(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     parts = [dispatch.wrap(shard, mesh, placements, result) for shard, result in zip(shards, results, strict=True)]
     if cut:
         for index, part in enumerate(parts):
-            dispatch.remember(part, Cut(input, dispatch.version(input), dim, index, 1, 1, True))
+            dispatch.remember(part, Cut(input, dim, index, 1, 1, True), input)
     return parts
 
 

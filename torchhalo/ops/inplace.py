@@ -3,6 +3,9 @@
 A piece along a cut dim is a copy, so plain DTensor loses what is written to it. Here it knows its base: after any op that
 writes to it, or to a view of it, the values travel back, up to the tensor that the first piece was cut from. The gradient needs
 nothing of its own, since autograd takes the piece's part of the gradient by the same slices and writes.
+
+The other way round, a piece that was cut before its base was written to would show what was there before. No op can cut it
+again behind the back of the others, since that communicates; so it raises when it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from torchhalo.windowed import exchange_between
 
 aten = torch.ops.aten
 
-LATER = "a piece does not see what is written to its base after it was cut, until it is itself written to"
+LATER = "a piece that was cut before its base was written to raises when it is used"
+OUTDATED = (
+    "this tensor is a slice, selection or view along a sharded dim, and so a copy; the tensor that it was taken from was "
+    "written to in place since: take it again after the write"
+)
 
 
 def known(tensor: DTensor) -> bool:
@@ -35,16 +42,10 @@ def known(tensor: DTensor) -> bool:
 
 
 @dataclass
-class View:
-    """Where a tensor comes from that shares the memory of its base's shard.
-
-    Attributes:
-        base: The tensor that it is a view of.
-        version: How often the base had been written to when the values were last the same.
-    """
+class View(dispatch.Origin):
+    """Where a tensor comes from that shares the memory of its base's shard."""
 
     base: DTensor
-    version: int
 
 
 @dataclass
@@ -57,11 +58,10 @@ class Cut(View):
     size: int
     selected: bool
 
-    def again(self) -> DTensor:
-        """The piece as it would be cut now."""
-        if self.selected:
-            return aten.select.int(self.base, self.dim, self.start)
-        return aten.slice.Tensor(self.base, self.dim, self.start, self.start + self.size * self.step, self.step)
+    @property
+    def elements(self) -> range:
+        """Which elements of ``dim`` these are."""
+        return range(self.start, self.start + self.size * self.step, self.step)
 
 
 @dataclass
@@ -69,10 +69,6 @@ class Moved(View):
     """Where a view comes from for which elements changed owner: ``base.view(shape)``."""
 
     shape: tuple[int, ...]
-
-    def again(self) -> DTensor:
-        """The view as it would be made now."""
-        return aten.view.default(self.base, list(self.shape))
 
     def write(self, value: DTensor) -> None:
         """Write ``value`` over the base."""
@@ -111,7 +107,7 @@ def following(handler: dispatch.Handler) -> dispatch.Handler:
         if isinstance(base, DTensor) and dispatch.origin(base) is not None:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
                 if isinstance(tensor, DTensor) and tensor is not base and dispatch.origin(tensor) is None:
-                    dispatch.remember(tensor, View(base, dispatch.version(base)))
+                    dispatch.remember(tensor, View(base), base)
         return out
 
     return around
@@ -122,20 +118,18 @@ def written(handler: dispatch.Handler) -> dispatch.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
     def around(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
-            args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
-        targets = [t for t in dispatch.mutated(op, args, kwargs) if dispatch.origin(t) is not None]
-        if not targets:
-            return handler(op, args, kwargs)
+        targets = dispatch.mutated(op, args, kwargs)
+        if op in _overwriting and targets:
+            dispatch.mend(targets[0])
         if op is aten.copy_.default and _same(*args[:2]):  # `y[a:b] += v` ends so
             return args[0]
-        for tensor in targets:
-            if op not in _overwriting and dispatch.origin(tensor).version != dispatch.version(tensor):
-                _refresh(tensor)
+        if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
+            args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
         out = handler(op, args, kwargs)
         for tensor in targets:
-            _write_back(tensor, _everywhere(op, args))
-            dispatch.origin(tensor).version = dispatch.version(tensor) + 1  # autograd is about to count this write
+            if dispatch.origin(tensor) is not None:
+                _write_back(tensor, _everywhere(op, args))
+            _outdate(tensor)
         return out
 
     return around
@@ -172,13 +166,30 @@ def _partial(placement: Placement) -> bool:
     return placement.is_partial()
 
 
-def _refresh(tensor: DTensor) -> None:
-    """Cut a piece again from a base that was written to since, or the pieces that it is a view or a piece of."""
+def _lineage(tensor: DTensor) -> list[DTensor]:
+    """The tensor, what it comes from, and so on."""
     origin = dispatch.origin(tensor)
-    if dispatch.origin(origin.base) is not None:
-        _refresh(origin.base)
-    if isinstance(origin, (Cut, Moved)):
-        dispatch.local(tensor).copy_(dispatch.local(origin.again()))
+    return [tensor] if origin is None else [tensor, *_lineage(origin.base)]
+
+
+def _outdate(tensor: DTensor) -> None:
+    """Spoil the pieces that may hold what was in ``tensor`` before it was written to; not those known to lie beside it."""
+    line = _lineage(tensor)
+    for other in dispatch.relatives(line[-1]):
+        if not any(other is each for each in line) and not _apart(_lineage(other), line):
+            dispatch.spoil(other, OUTDATED)
+
+
+def _apart(line: list[DTensor], other: list[DTensor]) -> bool:
+    """Whether two tensors were cut from one, along one dim, at different places."""
+    cuts, others = ([o for o in map(dispatch.origin, each) if isinstance(o, Cut)] for each in (line, other))
+    return any(a.base is b.base and a.dim == b.dim and _disjoint(a.elements, b.elements) for a in cuts for b in others)
+
+
+def _disjoint(a: range, b: range) -> bool:
+    if not a or not b or a[-1] < b[0] or b[-1] < a[0]:
+        return True
+    return a.step * b.step > 1 and not set(a).intersection(b)
 
 
 def _everywhere(op: dispatch.Op, args: Sequence[Any]) -> DTensor | None:
@@ -302,7 +313,7 @@ def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     size, selected = input.shape[dim], op is aten.select_scatter.default
     first, last, step = (where[0] % size, where[0] % size + 1, 1) if selected else slice(*where).indices(size)
     out = aten.clone(dispatch.reduced(input))
-    write(Cut(out, 0, dim, first, step, len(range(first, last, step)), selected), src)
+    write(Cut(out, dim, first, step, len(range(first, last, step)), selected), src)
     return out
 
 
@@ -393,7 +404,7 @@ def as_strided(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for place, shown in enumerate(plan[1]):
         out = out if shown is not None else out.unsqueeze(place)
     final = dispatch.wrap(dispatch.local(out), out.device_mesh, out.placements, result)
-    return final if dispatch.origin(out) is None else dispatch.remember(final, View(out, dispatch.version(input)))
+    return final if dispatch.origin(out) is None else dispatch.remember(final, View(out), out)
 
 
 def _decoded(

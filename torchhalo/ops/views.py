@@ -47,7 +47,7 @@ def _view(op: dispatch.Op, input: DTensor, result: dispatch.Meta) -> DTensor:
     placements = placed(input, result.shape)
     out = relayout(input, result, placements)
     if op in _VIEWS and not Relayout.of(input, result.shape, placements).still:
-        dispatch.remember(out, Moved(input, dispatch.version(input), result.shape))
+        dispatch.remember(out, Moved(input, result.shape), input)
     return out
 
 
@@ -155,7 +155,10 @@ def col2im(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     windows = _windows(len(result.shape), (kernel, *rest))
     taps = tuple(window.kernel for window in windows.values())
     grid = _grid(result.shape, windows)
-    columns = _taps(aten.reshape.default(input, [*result.shape[:-2], prod(taps), *grid]), -3, -1)
+    split = _dense(result._replace(shape=(*result.shape[:-2], prod(taps), *grid)))
+    between = len(split.shape) - 3
+    placements = [Shard(between - 1) if p == Shard(between) else p for p in placed(input, split.shape)]
+    columns = _taps(relayout(dispatch.reduced(input), split, dispatch.without_partial(placements)), -3, -1)
 
     def on_columns(shard: torch.Tensor, here: Here) -> torch.Tensor:
         whole = [here.held(dim) for dim in windows]
