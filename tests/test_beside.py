@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
+import torchhalo
+
 Run = Callable[..., list[Any]]
 
 
@@ -415,8 +417,9 @@ def _initialises_from_meta() -> None:
         assert model.second.weight.shape == (4, 8, 3, 3)
 
         torch.manual_seed(1)
-        for module in (model.first, model.second):
-            module.reset_parameters()
+        with torchhalo.torch_random():  # the draws of one process, where nothing is sharded
+            for module in (model.first, model.second):
+                module.reset_parameters()
         nn.init.ones_(model.scale)
         nn.init.zeros_(model.shift)
         if placement.is_replicate():

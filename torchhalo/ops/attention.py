@@ -157,6 +157,8 @@ def attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Handler of the fused kernels of `F.scaled_dot_product_attention`."""
     this = _Attention(op, args, kwargs)
     metas = list(_call(op, this.given, partial(dispatch.plain_result, op)))
+    # torch 2.11's fake tensors have another dtype here than the kernels
+    metas[1] = metas[1]._replace(dtype=torch.promote_types(this.query.dtype, torch.float32))
     tokens = int(this.query.shape[TOKENS])
     if metas[1].shape[TOKENS] > tokens:  # this kernel fills up its logsumexp, and does so on each rank
         shape = (*metas[1].shape[:TOKENS], tokens)

@@ -317,7 +317,10 @@ def _groups(over: Reduction, coordinate: Sequence[int], count: int) -> _Groups:
 def group_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.native_group_norm``; channels may be sharded in any way, also across groups."""
     input, weight, bias = dispatch.as_dtensors("group_norm", input=args[0], weight=args[1], bias=args[2])
-    results = dispatch.plain_result(op, input, weight, bias, *args[3:])
+    results = list(dispatch.plain_result(op, input, weight, bias, *args[3:]))
+    # Fake tensors have other strides along dims of size 1.
+    shape, stride, _ = results[0]
+    results[0] = results[0]._replace(stride=strides(shape, memory_format(shape, stride)))
     count, eps = args[6:]
     input = dispatch.reduced(input)
     over = Reduction.of(input, range(1, input.ndim))
