@@ -98,6 +98,15 @@ def test_private_api_is_what_dispatch_expects() -> None:
     assert callable(dispatch.maybe_run_for_local_tensor)
     with dispatch._disable_current_modes(), dispatch._fake_mode():
         assert type(torch.empty(2)).__name__ == "FakeTensor"
+    assert list(inspect.signature(DTensor._op_dispatcher.redistribute_local_args).parameters) == [
+        "op_info",
+        "suggested_input_schema",
+        "use_val_from_redistribute_schema",
+    ]
+    assert isinstance(aten.upsample_nearest2d.vec.py_kernels, dict) and hasattr(aten.upsample_nearest2d.vec, "_dispatch_cache")
+    assert any(schema.name == "aten::add_" for schema in torch._C._jit_get_all_schemas())
+    assert hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView") and callable(dispatch.no_python_dispatcher)
+    assert list(inspect.signature(torch.nn.SyncBatchNorm.forward).parameters) == ["self", "input"]
     assert "use_local_synchronization" in inspect.signature(dist.new_group).parameters
 
 

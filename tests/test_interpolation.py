@@ -26,7 +26,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 SCALES = [2, 2, 2, 3, 4, 0.5, 0.25, 1.5, 2.5, 0.7, 1 / 3, 1.3]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(data=st.data())
 def test_random_interpolations(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))

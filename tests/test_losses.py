@@ -74,7 +74,7 @@ def random_tensor(shape: tuple[int, ...], seed: int, channels_last: bool = False
 
 
 @pytest.mark.filterwarnings("ignore::torchhalo.GatherWarning")  # stock ops, of tensors that are sharded differently
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_pointwise_losses(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))
@@ -115,7 +115,7 @@ def test_random_weighted_binary_cross_entropies(data: st.DataObject) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torchhalo.GatherWarning")  # stock ops, of tensors that are sharded differently
-@settings(max_examples=90, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_cross_entropies(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))

@@ -45,7 +45,7 @@ def test_random_paddings(data: st.DataObject) -> None:
     check(data, shape, pad=pad, value=data.draw(st.sampled_from([0.0, 1.5])))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_paddings_from_the_edges(data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from(["reflect", "replicate"]))

@@ -133,7 +133,7 @@ def adaptive_pools(draw: st.DrawFn) -> Case:
     return Case(f"adaptive_{kind}_pool{ndim}d", mesh, placements, shape, parameters, values, draw(st.booleans()))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=90, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=pools())
 def test_random_pools(case: Case) -> None:
     with simulated(math.prod(case.mesh)):

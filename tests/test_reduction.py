@@ -72,7 +72,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::torchhalo.gathers.GatherWarning")  # stock DTensor, for dims of size 1 that it cuts
 @settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_shuffles(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))

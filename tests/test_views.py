@@ -46,7 +46,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shapes[0], shapes[1]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_views(data: st.DataObject) -> None:
     """Any reshape under any placements: values, gradient, and each element that a rank lacks travels once at most twice."""

@@ -174,16 +174,15 @@ def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     return dispatch.wrap(over.shaped(out, result, keepdim), over.mesh, places, result)
 
 
-@dispatch.register(aten.div.Tensor, aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
+@dispatch.register(aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
 def div(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the division in the gradient of a mean, which would make one number as large as the whole input.
 
     Along a dim with stride 0 all elements are one; so the quotient is computed once and expanded again.
     """
-    input, other = args[0], args[1]
-    number = not isinstance(other, torch.Tensor) or (other.ndim == 0 and not isinstance(other, DTensor))
-    whole = isinstance(input, DTensor) and all(isinstance(p, Replicate) for p in input.placements)
-    if not (number and whole) or dispatch.coordinate(input.device_mesh) is None:
+    input, other = args
+    whole = all(isinstance(p, Replicate) for p in input.placements)
+    if not whole or dispatch.coordinate(input.device_mesh) is None:
         return dispatch.stock(op, args, kwargs)
     repeated = [size > 1 and stride == 0 for size, stride in zip(input.shape, dispatch.local(input).stride(), strict=True)]
     if not any(repeated):
