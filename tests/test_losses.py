@@ -157,15 +157,16 @@ def test_random_cross_entropies(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POINTWISE.keys() - {"gaussian"}))  # which asks if `any` variance is negative
-def test_pointwise_losses_send_nothing(name: str) -> None:
-    """Neither forward nor backward, for an uneven shard; but Dice divides sums, which must be whole."""
+def test_pointwise_losses_send_one_number(name: str) -> None:
+    """Forward, for an uneven shard, and nothing backward. Dice divides sums, which must be whole; KL's batch mean is a sum."""
     with simulated(3):
         mesh = init_device_mesh("cpu", (3,))
         x, t = (shard(torch.randn(2, 3, 4, 7), mesh, [Shard(3)]).requires_grad_() for _ in range(2))
         t.requires_grad_(name not in CONSTANT_TARGET)
         with torchhalo.strict(), wire() as sent:
             POINTWISE[name](x, t, reduction="mean").backward()
-    assert sent == ([Sent("all_reduce", dict.fromkeys(range(3), 6))] * 2 if name == "dice" else [])
+    numbers = {"dice": [6, 6], "kl": [], "kl_log": []}.get(name, [1])
+    assert sent == [Sent("all_reduce", dict.fromkeys(range(3), n)) for n in numbers]
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -178,7 +179,7 @@ def test_a_mean_of_cross_entropies_sends_two_numbers(reduction: str) -> None:
         with torchhalo.strict(), wire() as sent:
             loss = F.cross_entropy(x, t, w, reduction=reduction)
             loss.backward(torch.ones_like(loss))
-    assert sent == ([Sent("all_reduce", dict.fromkeys(range(4), 2))] if reduction == "mean" else [])
+    assert sent == ([] if reduction == "none" else [Sent("all_reduce", dict.fromkeys(range(4), 2))])
 
 
 def test_a_target_that_is_sharded_otherwise_is_moved_and_not_gathered() -> None:
@@ -188,12 +189,12 @@ def test_a_target_that_is_sharded_otherwise_is_moved_and_not_gathered() -> None:
         x = shard(torch.randn(2, 5, 4, 8), mesh, [Shard(3)])
         t = shard(torch.randint(0, 5, (2, 4, 8)), mesh, [Shard(1)])
         with torchhalo.strict(), wire() as sent:
-            F.cross_entropy(x, t, reduction="sum")
+            F.cross_entropy(x, t, reduction="none")
     assert sent == [Sent("all_to_all_single", {0: 16, 1: 16})]
 
 
 def test_arithmetic_on_losses() -> None:
-    """What training loops do with a loss, which is still a sum over the ranks: a constant is added once."""
+    """What training loops do with a loss: arithmetic, and asking for its value, for which then nothing is sent."""
     with simulated(4):
         mesh = init_device_mesh("cpu", (2, 2))
         with maybe_disable_local_tensor_mode():

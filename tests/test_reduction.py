@@ -149,7 +149,7 @@ def test_ties_and_nans_and_infinities() -> None:
 GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
 TRAFFIC: dict[str, tuple[Op, list[tuple[str, int]], list[tuple[str, int]]]] = {
     "mean": (lambda x: x.mean(2), [], []),
-    "mean of all": (lambda x: x.mean(), [], []),
+    "mean of all": (lambda x: x.mean(), [(REDUCE, 1)], []),
     "mean keepdim": (lambda x: x.mean(2, keepdim=True), [(REDUCE, 6)], []),
     "sum": (lambda x: x.sum(2), [], []),
     "var": (lambda x: x.var(2), [(GATHER, 2 * 2 * 6)], [(REDUCE, 6)]),

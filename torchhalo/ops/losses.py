@@ -1,4 +1,4 @@
-"""Losses: each rank computes those of its own elements; a sum or mean over all of them is then a Partial scalar.
+"""Losses: each rank computes those of its own elements; a sum or mean over all of them is added up at once.
 
 A mean divides by the global count before the ranks add up, so that it sends nothing by itself. Only the mean of `nll_loss`,
 whose divisor depends on the targets, needs one all-reduce, of two numbers.
@@ -6,7 +6,6 @@ whose divisor depends on the targets, needs one all-reduce, of two numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -33,7 +32,7 @@ NONE, MEAN, SUM = 0, 1, 2
     aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default,
     aten.binary_cross_entropy_with_logits.default,
-    traffic="nothing; a sum or mean is Partial",
+    traffic="with a sum or mean, one number per rank; else nothing",
 )
 def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of losses of which each element depends on one element of every tensor."""
@@ -43,14 +42,14 @@ def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     (each,) = dispatch.plain_result(op, *{**arguments, "reduction": NONE}.values())
     placements = shared_placements(each.shape, tensors.values())
     reduction = arguments["reduction"]
-    summed = placements if reduction == NONE else _summed(placements)
+    summed = placements if reduction == NONE else [Replicate()] * mesh.ndim
     if dispatch.coordinate(mesh) is None:
         return dispatch.wrap(dispatch.local(tensors["self"]).new_empty(0, dtype=result.dtype), mesh, summed, result)
     shards = {name: dispatch.local(aligned(tensor, placements, each.shape)) for name, tensor in tensors.items()}
     out = op(*{**arguments, **shards, "reduction": NONE}.values())
     if reduction == NONE:
         return dispatch.wrap(laid_out(out, result), mesh, summed, result)
-    out = _sum(out)
+    out = dispatch.all_reduce(_sum(out), mesh, [axis for axis, p in enumerate(placements) if p != Replicate()])
     out = out / prod(each.shape) if reduction == MEAN else out
     return dispatch.wrap(out.to(result.dtype), mesh, summed, result)
 
@@ -83,7 +82,7 @@ def pointwise_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
 @dispatch.register(
     aten.nll_loss_forward.default,
     aten.nll_loss2d_forward.default,
-    traffic="with a mean, two numbers per rank; else nothing",
+    traffic="with a sum or mean, two numbers per rank; else nothing",
 )
 def nll_loss(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     """Handler of ``aten.nll_loss_forward`` and its 2-d form: the loss and the weight of all targets that count.
@@ -98,12 +97,11 @@ def nll_loss(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     placements, targets, classes = _nll_placements(tensors["self"], tensors["target"])
     per_target: list[Placement] = [Partial() if isinstance(p, Shard) else q for p, q in zip(classes, targets, strict=True)]
     whole: list[Placement] = [Replicate()] * mesh.ndim
-    out = per_target if reduction == NONE else whole if reduction == MEAN else _summed(per_target)
-    weighed = _summed(per_target) if reduction == SUM else whole
+    out = per_target if reduction == NONE else whole
     here = dispatch.coordinate(mesh)
     if here is None:
         nothing = dispatch.local(tensors["self"]).new_empty(0, dtype=results[0].dtype)
-        return dispatch.wrap(nothing, mesh, out, results[0]), dispatch.wrap(nothing, mesh, weighed, results[1])
+        return dispatch.wrap(nothing, mesh, out, results[0]), dispatch.wrap(nothing, mesh, whole, results[1])
     shards = _nll_shards(tensors, placements, targets, classes)
     owned = layout(tensors["self"].shape, mesh, placements)
 
@@ -124,14 +122,13 @@ def nll_loss(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     found = dispatch.per_rank(kernel, *shards, *here)
     if reduction == NONE:
         zero = found.new_zeros(())
-        return dispatch.wrap(found, mesh, out, results[0]), dispatch.wrap(zero, mesh, weighed, results[1])
-    if reduction == MEAN:
-        found = dispatch.all_reduce(found, mesh, [axis for axis, p in enumerate(per_target) if p != Replicate()])
+        return dispatch.wrap(found, mesh, out, results[0]), dispatch.wrap(zero, mesh, whole, results[1])
+    found = dispatch.all_reduce(found, mesh, [axis for axis, p in enumerate(per_target) if p != Replicate()])
     loss, total = found.unbind()
     loss = loss / total if reduction == MEAN else loss
     return (
         dispatch.wrap(loss.to(results[0].dtype), mesh, out, results[0]),
-        dispatch.wrap(total.to(results[1].dtype), mesh, weighed, results[1]),
+        dispatch.wrap(total.to(results[1].dtype), mesh, whole, results[1]),
     )
 
 
@@ -196,10 +193,10 @@ def masked_fill_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
 @dispatch.register(
     aten._local_scalar_dense.default,
     traffic="the one number, if it is not replicated",
-    limits="all ranks of the mesh must call `item()` of a Partial scalar, such as a loss",
+    limits="all ranks of the mesh must call `item()` of a Partial scalar, such as a sum",
 )
 def item(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``Tensor.item()``: of a loss that is still a sum over the ranks, the sum and not this rank's part."""
+    """Handler of ``Tensor.item()``: of what is still a sum over the ranks, the sum and not this rank's part."""
     (tensor,) = args
     mesh = tensor.device_mesh
     if dispatch.coordinate(mesh) is None:
@@ -216,11 +213,6 @@ def _named(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     plain = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     tensors = dict(zip(plain, dispatch.as_dtensors(op.overloadpacket.__name__, **plain), strict=True))
     return {**arguments, **tensors}, tensors
-
-
-def _summed(placements: Sequence[Placement]) -> list[Placement]:
-    """The placements of a sum over all dims."""
-    return [Replicate() if isinstance(p, Replicate) else Partial() for p in placements]
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

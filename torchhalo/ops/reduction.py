@@ -151,13 +151,16 @@ def tied(result: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
 
 
 @dispatch.register(
-    aten.mean.default, aten.mean.dim, traffic="nothing, the result is Partial; with keepdim one number per result, reduced"
+    aten.mean.default,
+    aten.mean.dim,
+    traffic="nothing, the result is Partial; but over all dims, or with keepdim, one number per result, reduced",
 )
 def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.mean``: sums divided by the global count.
 
     With ``keepdim`` the result is about to meet its input again. There stock DTensor would rather gather a small input than
-    add up a Partial factor, and refuses to change a Partial tensor in place; so it is added up here.
+    add up a Partial factor, and refuses to change a Partial tensor in place; so it is added up here. So is a mean over all
+    dims, which is often a loss: then one rank may ask for its ``item()`` alone.
     """
     (result,) = dispatch.plain_result(op, *args, **kwargs)
     input, dims, keepdim = (*args, None, False)[:3]
@@ -165,12 +168,13 @@ def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
         input = dispatch.reduced(input)
     over = Reduction.of(input, dims)
     summed = [axis for axis, p in enumerate(input.placements) if axis in over.axes or p.is_partial()]
-    places = [p if axis not in summed else Replicate() if keepdim else Partial() for axis, p in enumerate(over.result(keepdim))]
+    at_once = keepdim or not result.shape
+    places = [p if axis not in summed else Replicate() if at_once else Partial() for axis, p in enumerate(over.result(keepdim))]
     if done := outside(input, [result], [places]):
         return done[0]
     shard = dispatch.local(input).to(result.dtype) if kwargs.get("dtype") else dispatch.local(input)
     out = total(shard, over.dims) / over.members
-    out = dispatch.all_reduce(out, over.mesh, summed) if keepdim else out
+    out = dispatch.all_reduce(out, over.mesh, summed) if at_once else out
     return dispatch.wrap(over.shaped(out, result, keepdim), over.mesh, places, result)
 
 
