@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode, maybe_disable_local_tensor_mode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,6 +138,14 @@ def wire() -> Iterator[list[Sent]]:
     """
     with _Wire() as mode:
         yield mode.sent
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """One mesh of gloo ranks per shape: DTensor's caches mix up two equal ones, and torch.compile fails then, with or without
+    torchhalo.
+    """
+    return init_device_mesh("cpu", shape)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

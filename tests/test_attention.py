@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -195,11 +195,6 @@ def test_modules(name: str, mesh: tuple[int, ...], dims: tuple[int, ...]) -> Non
         torch.testing.assert_close(whole(y.grad), x.grad, rtol=0, atol=1e-11)
         for got, want in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(whole(got.grad), want.grad, rtol=0, atol=1e-11)
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", ranks)
 
 
 def check_processes(inference: bool) -> None:

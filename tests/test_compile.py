@@ -7,15 +7,14 @@ only the numbers.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
+from harness import mesh_of
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 EVEN, UNEVEN, EMPTY = 12, 11, 4
@@ -33,12 +32,6 @@ def inputs(size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3, 6, size), (4, 3, 3, 3), (5, 4, 3, 3), (5, 2, 4, 4)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    """One mesh per shape: DTensor's caches mix up two equal ones, and torch.compile fails then, with or without torchhalo."""
-    return init_device_mesh("cpu", ranks)
 
 
 def check(size: int, ranks: tuple[int, ...], backend: str, input_needs_grad: bool = True) -> list[list[str]]:

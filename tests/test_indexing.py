@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -297,11 +296,6 @@ def test_as_strided_that_is_slices() -> None:
             assert_parity(
                 lambda x, a=args: x.as_strided(*a), [x], init_device_mesh("cpu", (3,)), [[Shard(3)]], needs_grad=[False]
             )
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", ranks)
 
 
 def network(x: torch.Tensor) -> torch.Tensor:

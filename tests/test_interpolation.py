@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_wire import bound
@@ -198,11 +197,6 @@ def test_errors_come_before_anything_is_sent(size: tuple[int, ...]) -> None:
         with wire() as sent, pytest.raises(RuntimeError):
             call(x)
     assert not sent
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
 
 
 def resized(x: torch.Tensor) -> torch.Tensor:

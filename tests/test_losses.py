@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -263,12 +263,6 @@ def test_errors_are_those_of_plain_torch() -> None:
         assert str(expected.value) in str(found.value)
 
 
-@functools.cache
-def mesh_of(ranks: int) -> DeviceMesh:
-    """One mesh per shape, as in test_compile."""
-    return init_device_mesh("cpu", (ranks,))
-
-
 def objective(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(x, t, w, label_smoothing=0.1) + F.mse_loss(x, x.detach().flip(1)) + F.smooth_l1_loss(x, x.sigmoid())
 
@@ -276,7 +270,7 @@ def objective(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor
 def check(members: int, width: int, compiled: bool, objective: Callable[..., torch.Tensor] = objective) -> None:
     """On real processes, with an empty shard if ``width`` is small; a mesh of fewer members than the world too."""
     world = torch.distributed.get_world_size()
-    mesh = mesh_of(world) if members == world else DeviceMesh("cpu", list(range(members)))
+    mesh = mesh_of((world,)) if members == world else DeviceMesh("cpu", list(range(members)))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
     t = torch.randint(0, 5, (2, 4, width), generator=generator)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -516,7 +516,6 @@ def network(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, m: torch.Tensor, 
 
 def run_compiled(size: int) -> None:
     """Buffers too are eager's."""
-    from test_compile import mesh_of
 
     mesh = mesh_of((3,))
 

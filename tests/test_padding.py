@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -138,11 +137,6 @@ def test_errors_are_plain_torchs(pad: tuple[int, ...]) -> None:
     first_lines = (str(error.value).splitlines()[0] for error in (got, expected))
     got_text, expected_text = (re.sub(r"torch.Size\((.*)\)", r"\1", line) for line in first_lines)
     assert got_text == expected_text and not sent
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
 
 
 def train(mode: str, compiled: bool) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, shard, simulated, whole, wire
+from harness import DEVICE, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchhalo
@@ -166,11 +165,6 @@ def test_debugging_finds_what_differs(pool) -> None:
     messages = pool(3).run(differ, True)
     assert len(set(messages)) == 1
     assert all(word in messages[0] for word in ("add", "(7,)", "ranks [2]", "rank 0"))
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", ranks)
 
 
 def compiled(inside: bool) -> None:

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_compile import mesh_of
 from test_wire import bound, chunk
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, shard, simulated, whole, wire
+from harness import DEVICE, Sent, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -238,11 +237,6 @@ def test_torch_random_leaves_it_to_stock() -> None:
         torchhalo.torch_random(False)
         mask = whole(F.dropout(x, 0.5))
         assert not torch.equal(mask[:, :32], mask[:, 32:])
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", ranks)
 
 
 def network(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, assert_parity, simulated
+from harness import DEVICE, assert_parity, mesh_of, simulated
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -44,11 +43,6 @@ def test_random_grids(data: st.DataObject) -> None:
             return F.grid_sample(x, grid, mode=mode, padding_mode=padding, align_corners=corners)
 
         assert_parity(sample, [x, grid], devices, placements, needs_grad=needs_grad)
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
 
 
 def warped(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:

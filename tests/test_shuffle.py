@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -76,11 +75,6 @@ def test_errors_come_before_anything_is_sent(name: str, factor: int) -> None:
         with wire() as sent, pytest.raises(RuntimeError):
             function(x, factor)
     assert not sent
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
 
 
 def shuffled(x: torch.Tensor) -> torch.Tensor:

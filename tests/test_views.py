@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement, product
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -239,11 +239,6 @@ def test_errors_are_torchs() -> None:
                 y = shard(x.t(), mesh, [Shard(0)]).t() if not x.is_contiguous() else shard(x, mesh, [Shard(1)])
                 y.view(size)
             assert str(raised.value) == str(expected.value)
-
-
-@functools.cache
-def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", ranks)
 
 
 def check_processes(inference: bool) -> None:

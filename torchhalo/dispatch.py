@@ -55,6 +55,7 @@ __all__ = [
     "mutated",
     "once",
     "origin",
+    "outside",
     "per_rank",
     "plain_result",
     "plain_view",
@@ -62,6 +63,7 @@ __all__ = [
     "reduce_scatter",
     "reduced",
     "register",
+    "register_composites",
     "registry",
     "relatives",
     "remember",
@@ -110,13 +112,32 @@ def register(*ops: Op, traffic: str, limits: str = "") -> Callable[[F], F]:
     """
 
     def keep(handler: F) -> F:
-        family = handler.__module__.rpartition(".")[2]
         for op in ops:
-            _handlers[op] = handler
-            _entries[op] = Entry(op, family, traffic, limits)
+            _enter(op, handler, handler.__module__, traffic, limits)
         return handler
 
     return keep
+
+
+def register_composites(module: str, *ops: Op, traffic: str, limits: str = "") -> None:
+    """Take ``ops``, which `torch.inference_mode` leaves undecomposed, apart as autograd would.
+
+    Args:
+        module: The ``__name__`` of the file that handles what they are made of.
+    """
+    for op in ops:
+        _enter(op, _decompose, module, traffic, limits)
+
+
+def _decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return op.decompose(*args, **kwargs)
+
+
+def _enter(op: Op, handler: Handler, module: str, traffic: str, limits: str) -> None:
+    if op in _handlers:
+        raise ValueError(f"{op} has a handler in {_entries[op].family} already, {module} gives it another")
+    _handlers[op] = handler
+    _entries[op] = Entry(op, module.rpartition(".")[2], traffic, limits)
 
 
 def around(*ops: Op) -> Callable[[F], F]:
@@ -463,6 +484,15 @@ class _Relatives(list[Any], Origin):
     """Weak references to the tensors that remember a tensor, or a view of it, as their origin."""
 
 
+def outside(like: DTensor, results: Sequence[Meta], placements: Sequence[Sequence[Placement]]) -> tuple[DTensor, ...] | None:
+    """What a rank outside the mesh of ``like`` returns, results with no elements here; None on a rank inside."""
+    mesh = like.device_mesh
+    if coordinate(mesh) is not None:
+        return None
+    pairs = zip(results, placements, strict=True)
+    return tuple(wrap(like._local_tensor.new_empty(0, dtype=r.dtype), mesh, p, r) for r, p in pairs)
+
+
 def remember(tensor: DTensor, origin: Origin, base: DTensor) -> DTensor:
     """``tensor``, which from now on knows that it comes from ``base``, and how."""
     setattr(tensor, "_torchhalo_origin", origin)  # noqa: B010
@@ -578,7 +608,9 @@ def _replicated(name: str, key: str, tensor: torch.Tensor, other: str, mesh: Dev
 
 
 def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor, the same on every rank, as a DTensor."""
+    """A plain tensor, the same on every rank, as a DTensor; one that is a DTensor already as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor
     return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 

@@ -145,9 +145,8 @@ def forward(
     mesh = input.device_mesh
     input = dispatch.reduced(input)
     placements = input.placements
-    if dispatch.coordinate(mesh) is None:
-        nothing = dispatch.local(input)
-        return tuple(dispatch.wrap(nothing.new_empty(0, dtype=r.dtype), mesh, placements, r) for r in results)
+    if done := dispatch.outside(input, results, [placements] * len(results)):
+        return done
     exchange = exchange_between(layout(input.shape, mesh, placements), layout(results[0].shape, mesh, placements), windows)
 
     def fit(plan: Plan, coordinate: tuple[int, ...]) -> tuple[Box | Grid, Here]:
@@ -187,8 +186,8 @@ def adjoint(
     mesh = grad.device_mesh
     grad = dispatch.reduced(grad)
     placements = grad.placements
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(dispatch.local(grad).new_empty(0, dtype=result.dtype), mesh, placements, result)
+    if done := dispatch.outside(grad, [result], [placements]):
+        return done[0]
     exchange = exchange_between(layout(result.shape, mesh, placements), layout(grad.shape, mesh, placements), windows)
     places = group_places(exchange, mesh)
 

@@ -242,16 +242,14 @@ def attention_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
     return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
     aten.matmul.default,
     aten.einsum.default,
     traffic="that of the kernel, or of the products and views, that it is made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed."""
-    return op.decompose(*args, **kwargs)
 
 
 @dispatch.register(

@@ -166,8 +166,8 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     mesh = input.device_mesh
     roles, groups = _roles(input.placements, weight.placements, mesh, config)
     placements = [role.output for role in roles]
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(dispatch.local(input).new_empty(0), mesh, placements, result)
+    if done := dispatch.outside(input, [result], [placements]):
+        return done[0]
     input = dispatch.redistribute(input, [role.input for role in roles], op)
     weight = dispatch.redistribute(weight, [role.weight for role in roles])
     bias = bias if bias is None else dispatch.redistribute(bias, [role.bias for role in roles])
@@ -274,7 +274,8 @@ def _returned(computed: Placement, owner: Placement) -> Placement:
     return Replicate() if isinstance(computed, Shard) else computed
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.conv1d.default,
     aten.conv1d.padding,
     aten.conv2d.default,
@@ -286,6 +287,3 @@ def _returned(computed: Placement, owner: Placement) -> Placement:
     aten.conv_transpose3d.input,
     traffic="the halo of the input",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed: down to ``aten.convolution``, as autograd would."""
-    return op.decompose(*args, **kwargs)

@@ -128,7 +128,8 @@ def copied(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     return views[op](*args, **kwargs).clone()
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.narrow.default,
     aten.chunk.default,
     aten.split.sizes,
@@ -138,9 +139,6 @@ def copied(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     aten.take_along_dim.default,
     traffic="what changes owner",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed: down to the ops of this file, as autograd would."""
-    return op.decompose(*args, **kwargs)
 
 
 # One element of a dim.
@@ -277,7 +275,7 @@ def _on_one_mesh(op: dispatch.Op, tensors: Sequence[torch.Tensor]) -> list[DTens
     DTensors a plain tensor can be nothing else.
     """
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    found = [t if isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in tensors]
+    found = [dispatch.replicated(t, mesh) for t in tensors]
     return list(dispatch.as_dtensors(op.overloadpacket.__name__, **{f"tensors[{i}]": t for i, t in enumerate(found)}))
 
 
@@ -341,7 +339,7 @@ def index(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
     """Handler of ``aten.index``, ``x[:, [0, 2]]``: DTensor's own, with plain indices."""
     input, indices = args
     mesh = next(t.device_mesh for t in (input, *indices) if isinstance(t, DTensor))
-    found = [t if t is None or isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in indices]
+    found = [None if t is None else dispatch.replicated(t, mesh) for t in indices]
     return dispatch.stock(op, (input, found), kwargs)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
+from torchhalo.broadcasting import aligned
 from torchhalo.exchange import anchor, assemble, group_places, start
 from torchhalo.geometry import Span, Window
 from torchhalo.layout import layout
@@ -199,7 +200,7 @@ def _everywhere(op: dispatch.Op, args: Sequence[Any]) -> DTensor | None:
     piece, value = args[0], args[1] if len(args) > 1 else 0
     if not isinstance(value, torch.Tensor):
         value = dispatch.local(piece).new_full((), value)
-    value = value if isinstance(value, DTensor) else dispatch.replicated(value, piece.device_mesh)
+    value = dispatch.replicated(value, piece.device_mesh)
     if any(p != Replicate() for p in value.placements):
         return None
     shape = tuple(piece.shape)
@@ -306,7 +307,7 @@ def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     """Handler of ``aten.slice_scatter`` and ``aten.select_scatter``: writing to a copy."""
     input, src, dim, *where = dispatch.bound(op, args, kwargs)
     mesh = next(t.device_mesh for t in (input, src) if isinstance(t, DTensor))
-    tensors = (t if isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in (input, src))
+    tensors = (dispatch.replicated(t, mesh) for t in (input, src))
     input, src = dispatch.as_dtensors(op.overloadpacket.__name__, **dict(zip(("input", "src"), tensors, strict=True)))
     dispatch.plain_result(op, input, src, dim, *where)
     dim %= input.ndim
@@ -330,8 +331,8 @@ def index_put(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Handler of ``y[mask] = value`` and ``y[indices] = values``."""
     input, indices, values, accumulate = dispatch.bound(op, args, kwargs)
     mesh = next(t.device_mesh for t in (input, values, *indices) if isinstance(t, DTensor))
-    input, values = (t if isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in (input, values))
-    indices = [t if t is None or isinstance(t, DTensor) else dispatch.replicated(t, mesh) for t in indices]
+    input, values = (dispatch.replicated(t, mesh) for t in (input, values))
+    indices = [None if t is None else dispatch.replicated(t, mesh) for t in indices]
     mask = indices[0]
     if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
         return dispatch.stock(op, (input, indices, values, accumulate), {})
@@ -351,13 +352,15 @@ def index_put(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def masked_fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.masked_fill`` and ``aten.masked_fill_``."""
     input, mask, value = args
-    if not isinstance(input, DTensor) or not known(input) or any(map(_partial, input.placements)):
+    # Zeros may be filled into summands: label smoothing drops what is ignored so.
+    summands = isinstance(input, DTensor) and any(map(_partial, input.placements))
+    if not isinstance(input, DTensor) or not known(input) or (summands and (isinstance(value, torch.Tensor) or value != 0)):
         return dispatch.stock(op, args, kwargs)
     mask, given = dispatch.as_dtensors("masked_fill", self=input, mask=mask, value=_number(value, input))[1:]
     (result,) = dispatch.plain_result(op, input, mask, value if given is None else given)
     if result.shape != tuple(input.shape):
         return dispatch.stock(op, args, kwargs)
-    shards = [dispatch.local(input), dispatch.local(_beside(mask, input))]
+    shards = [dispatch.local(input), dispatch.local(aligned(mask, input.placements, result.shape))]
     if dispatch.coordinate(input.device_mesh) is not None:
         shards[0] = op(*shards, value if given is None else dispatch.local(_whole(given)))
     written = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
@@ -366,9 +369,7 @@ def masked_fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _number(value: Any, input: DTensor) -> DTensor | None:
     """A value that is a tensor, which has one element and so may be a plain one."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value if isinstance(value, DTensor) else None
-    return dispatch.replicated(value, input.device_mesh)
+    return dispatch.replicated(value, input.device_mesh) if isinstance(value, torch.Tensor) else None
 
 
 # as_strided, where it says what slices would.

@@ -43,8 +43,8 @@ def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     placements = shared_placements(each.shape, tensors.values())
     reduction = arguments["reduction"]
     summed = placements if reduction == NONE else [Replicate()] * mesh.ndim
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(dispatch.local(tensors["self"]).new_empty(0, dtype=result.dtype), mesh, summed, result)
+    if done := dispatch.outside(tensors["self"], [result], [summed]):
+        return done[0]
     shards = {name: dispatch.local(aligned(tensor, placements, each.shape)) for name, tensor in tensors.items()}
     out = op(*{**arguments, **shards, "reduction": NONE}.values())
     if reduction == NONE:
@@ -69,8 +69,8 @@ def pointwise_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
     (result,) = dispatch.plain_result(op, *arguments.values())
     reduction, grad = arguments["reduction"], tensors.pop("grad_output")
     placements = shared_placements(result.shape, tensors.values())
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(dispatch.local(tensors["self"]).new_empty(0, dtype=result.dtype), mesh, placements, result)
+    if done := dispatch.outside(tensors["self"], [result], [placements]):
+        return done[0]
     shards = {name: dispatch.local(aligned(tensor, placements, result.shape)) for name, tensor in tensors.items()}
     shards["grad_output"] = dispatch.local(aligned(grad, placements, result.shape))
     if reduction == MEAN:
@@ -163,7 +163,8 @@ def nll_loss_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.cross_entropy_loss.default,
     aten.nll_loss_nd.default,
     aten.nll_loss.default,
@@ -173,21 +174,6 @@ def nll_loss_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
     aten.poisson_nll_loss.default,
     traffic="that of the ops that they are made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed."""
-    return op.decompose(*args, **kwargs)
-
-
-@dispatch.register(aten.masked_fill_.Scalar, traffic="what the mask lacks, if it is sharded otherwise than the tensor")
-def masked_fill_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``Tensor.masked_fill_``, by which label smoothing drops what is ignored: the mask goes where the tensor is."""
-    tensor, mask = dispatch.as_dtensors("masked_fill_", self=args[0], mask=args[1])
-    if args[2] != 0 and Partial() in tensor.placements:
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, *args)
-    if dispatch.coordinate(tensor.device_mesh) is not None:
-        op(dispatch.local(tensor), dispatch.local(aligned(mask, tensor.placements, result.shape)), args[2])
-    return tensor
 
 
 @dispatch.register(

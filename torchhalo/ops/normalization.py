@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
 from torchhalo.geometry import Span
-from torchhalo.ops.reduction import Reduction, deviations, merged, named, outside, tied, total, wide
+from torchhalo.ops.reduction import Reduction, deviations, merged, named, tied, total, wide
 from torchhalo.windowed import laid_out, memory_format, strides
 
 aten = torch.ops.aten
@@ -142,7 +142,7 @@ def batch_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     over = Reduction.of(input, (0, *range(2, input.ndim)))
     channels, everywhere = _channels(input.placements), [Replicate()] * over.mesh.ndim
     places = [list(input.placements), *(channels if all(r.shape) else everywhere for r in results[1:])]
-    if done := outside(input, results, places):
+    if done := dispatch.outside(input, results, places):
         return done
     weight, bias, running_mean, running_var = (_placed(tensor, channels) for tensor in parameters)
     buffers = [buffer for buffer in parameters[2:] if buffer is not None]
@@ -228,7 +228,7 @@ def batch_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     channels = _channels(input.placements)
     result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
     meta = dispatch.Meta((input.shape[1],), (1,), input.dtype)
-    if done := outside(input, [result, meta, meta], [input.placements, channels, channels]):
+    if done := dispatch.outside(input, [result, meta, meta], [input.placements, channels, channels]):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
     grad = dispatch.redistribute(grad, input.placements)
     dtype, ndim = wide(input.dtype), input.ndim
@@ -325,7 +325,7 @@ def group_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     input = dispatch.reduced(input)
     over = Reduction.of(input, range(1, input.ndim))
     rows = [p if p == Shard(0) else Replicate() for p in input.placements]
-    if done := outside(input, results, [input.placements, rows, rows]):
+    if done := dispatch.outside(input, results, [input.placements, rows, rows]):
         return done
     spatial, dtype = range(2, input.ndim), wide(input.dtype)
     counts = [
@@ -387,7 +387,7 @@ def group_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     rows = [p if p == Shard(0) else Replicate() for p in input.placements]
     result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
     meta = dispatch.Meta((input.shape[1],), (1,), input.dtype)
-    if done := outside(input, [result, meta, meta], [input.placements, rows, rows]):
+    if done := dispatch.outside(input, [result, meta, meta], [input.placements, rows, rows]):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
     grad = dispatch.redistribute(grad, input.placements)
     spatial, dtype, ndim = range(2, input.ndim), wide(input.dtype), input.ndim
@@ -466,7 +466,7 @@ def layer_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     over = Reduction.of(input, range(lead, input.ndim))
     rows, parameters = over.result(keepdim=True), _along_rows(over, lead)
     places = [list(input.placements), *[rows] * (len(results) - 1)]
-    if done := outside(input, results, places):
+    if done := dispatch.outside(input, results, places):
         return done
     dtype, counts = wide(input.dtype), over.counts()
     eps = torch.finfo(dtype).eps if eps is None else eps
@@ -532,7 +532,9 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     rows, parameters = over.result(keepdim=True), _along_rows(over, lead)
     result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
     meta = dispatch.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), input.dtype)
-    if done := outside(input, [result, meta, meta][: len(mask)], [input.placements, parameters, parameters][: len(mask)]):
+    if done := dispatch.outside(
+        input, [result, meta, meta][: len(mask)], [input.placements, parameters, parameters][: len(mask)]
+    ):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
     grad = dispatch.redistribute(grad, input.placements)
     dtype = wide(input.dtype)
@@ -582,7 +584,8 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     return tuple(wrapped)
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.batch_norm.default,
     aten.instance_norm.default,
     aten.group_norm.default,
@@ -591,6 +594,3 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     aten._batch_norm_impl_index.default,
     traffic="as the ops that it is made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed: down to the ops above, as autograd would."""
-    return op.decompose(*args, **kwargs)

@@ -284,7 +284,8 @@ def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format
 # Composites.
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.max_pool1d.default,
     aten.max_pool2d.default,
     aten.max_pool3d.default,
@@ -296,6 +297,3 @@ def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format
     aten.adaptive_max_pool1d.default,
     traffic="as the pool that it is made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed: down to the ops above, as autograd would."""
-    return op.decompose(*args, **kwargs)

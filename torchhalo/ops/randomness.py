@@ -358,7 +358,8 @@ def dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     return aten.native_dropout.default(input, p, True)[0] if train else input.clone()
 
 
-@dispatch.register(
+dispatch.register_composites(
+    __name__,
     aten.dropout_.default,
     aten.alpha_dropout.default,
     aten.alpha_dropout_.default,
@@ -369,9 +370,6 @@ def dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     traffic=TRAFFIC,
     limits=LIMITS,
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed."""
-    return op.decompose(*args, **kwargs)
 
 
 def _positional(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -93,18 +93,6 @@ class Reduction(NamedTuple):
         return dispatch.wrap(self.shaped(shard, result, keepdim), self.mesh, self.result(keepdim), result)
 
 
-def outside(
-    input: DTensor, results: Sequence[dispatch.Meta], placements: Sequence[Sequence[Placement]]
-) -> tuple[DTensor, ...] | None:
-    """What a rank outside the mesh returns; None on a rank inside."""
-    mesh = input.device_mesh
-    if dispatch.coordinate(mesh) is not None:
-        return None
-    nothing = dispatch.local(input)
-    pairs = zip(results, placements, strict=True)
-    return tuple(dispatch.wrap(nothing.new_empty(0, dtype=r.dtype), mesh, p, r) for r, p in pairs)
-
-
 def _alone(
     op: dispatch.Op,
     input: DTensor,
@@ -170,7 +158,7 @@ def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     summed = [axis for axis, p in enumerate(input.placements) if axis in over.axes or p.is_partial()]
     at_once = keepdim or not result.shape
     places = [p if axis not in summed else Replicate() if at_once else Partial() for axis, p in enumerate(over.result(keepdim))]
-    if done := outside(input, [result], [places]):
+    if done := dispatch.outside(input, [result], [places]):
         return done[0]
     shard = dispatch.local(input).to(result.dtype) if kwargs.get("dtype") else dispatch.local(input)
     out = total(shard, over.dims) / over.members
@@ -249,7 +237,7 @@ def variance(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise NotImplementedError(f"{name}: torchhalo has no variance of complex tensors, take that of `real` and `imag`")
     input = dispatch.reduced(input)
     over = Reduction.of(input, dims)
-    done = outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
+    done = dispatch.outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
         op, input, over, results, keepdim, args, kwargs
     )
     if done is None:
@@ -284,7 +272,7 @@ def _again(
     Args:
         local: For each result, the reduction of a plain tensor over dims, which it keeps.
     """
-    if done := outside(input, results, [over.result(keepdim)] * len(results)):
+    if done := dispatch.outside(input, results, [over.result(keepdim)] * len(results)):
         return done
     filled = [place for place, count in enumerate(over.counts()) if count]
     dims, dtype = list(over.dims), wide(results[0].dtype)
@@ -398,7 +386,7 @@ def located(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     input, dim, keepdim = dispatch.bound(op, args, kwargs)
     input = dispatch.reduced(input)
     over = Reduction.of(input, None if dim is None else (dim,))
-    done = outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
+    done = dispatch.outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
         op, input, over, results, keepdim, args, kwargs
     )
     if done is None:
@@ -481,7 +469,7 @@ def softmax(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     input, dim, half_to_float = args
     input = dispatch.reduced(input)
     over = Reduction.of(input, (dim,))
-    if done := outside(input, [result], [input.placements]):
+    if done := dispatch.outside(input, [result], [input.placements]):
         return done[0]
     shard = dispatch.local(input)
     if not over.axes:
@@ -521,7 +509,7 @@ def softmax_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, A
     output = dispatch.reduced(output)
     grad = dispatch.redistribute(grad, output.placements)
     over = Reduction.of(output, (dim,))
-    if done := outside(output, [result], [output.placements]):
+    if done := dispatch.outside(output, [result], [output.placements]):
         return done[0]
     if not over.axes:
         out = op(dispatch.local(grad), dispatch.local(output), dim, dtype)
@@ -554,7 +542,7 @@ def scan(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     (result,) = dispatch.plain_result(op, *args, **kwargs)
     input, dim = dispatch.reduced(args[0]), args[1]
     over = Reduction.of(input, (dim,))
-    if done := outside(input, [result], [input.placements]):
+    if done := dispatch.outside(input, [result], [input.placements]):
         return done[0]
     dtype = wide(result.dtype)
     reduce, join = (torch.sum, torch.add) if op is aten.cumsum.default else (torch.prod, torch.mul)
@@ -582,11 +570,10 @@ def scan_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTe
     return args[0].copy_(out.default(*args, **kwargs))
 
 
-@dispatch.register(
+# Stock DTensor would gather for these.
+dispatch.register_composites(
+    __name__,
     aten.softmax.int,
     aten.log_softmax.int,
     traffic="as the ops that it is made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed and stock DTensor would gather for."""
-    return op.decompose(*args, **kwargs)

@@ -64,8 +64,8 @@ def grid_sampler(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
     (result,) = dispatch.plain_result(op, input, grid, *rest)
     mesh, roles = input.device_mesh, _roles(input, grid)
     placements = _column(roles, "output")
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(dispatch.local(input).new_empty(0), mesh, placements, result)
+    if done := dispatch.outside(input, [result], [placements]):
+        return done[0]
     input = dispatch.redistribute(input, _column(roles, "input"), op=op)
     grid = dispatch.redistribute(grid, _column(roles, "grid"))
 
@@ -122,10 +122,9 @@ def grid_sampler_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[s
     return tuple(out)
 
 
-@dispatch.register(aten.grid_sampler.default, traffic="the input, where it is sharded in space", limits=LIMITS)
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed."""
-    return op.decompose(*args, **kwargs)
+dispatch.register_composites(
+    __name__, aten.grid_sampler.default, traffic="the input, where it is sharded in space", limits=LIMITS
+)
 
 
 @dispatch.register(

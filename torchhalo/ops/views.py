@@ -65,7 +65,9 @@ def squeeze(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     return _view(op, input, dispatch.plain_view(op, *args))
 
 
-@dispatch.register(
+# DTensor would run the shards as they are.
+dispatch.register_composites(
+    __name__,
     aten.flatten.using_ints,
     aten.unflatten.int,
     aten.ravel.default,
@@ -86,9 +88,6 @@ def squeeze(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     aten.tile.default,
     traffic="that of the views that it is made of",
 )
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of what `torch.inference_mode` leaves undecomposed, for which DTensor would run the shards as they are."""
-    return op.decompose(*args, **kwargs)
 
 
 _VIEWS = {aten.view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}  # of which autograd knows the base
