@@ -28,7 +28,9 @@ def page() -> str:
     entries = sorted(dispatch.registry(), key=lambda entry: entry.family)
     for family, members in groupby(entries, key=lambda entry: entry.family):
         summary = (importlib.import_module(f"torchhalo.ops.{family}").__doc__ or "").splitlines()[0]
-        parts.append(f"## {family.capitalize()}\n\n{summary}\n\n| ops | what travels | limits |\n|---|---|---|")
+        parts.append(
+            f"## {family.replace('_', ' ').capitalize()}\n\n{summary}\n\n| ops | what travels | limits |\n|---|---|---|"
+        )
         rows: dict[tuple[str, str], list[str]] = {}
         for entry in members:
             names = rows.setdefault((entry.traffic, entry.limits), [])

@@ -1,4 +1,4 @@
-"""Sharded in space, right as one device: PyTorch DTensor with every convolution exact."""
+"""Sharded in space, right as one device: PyTorch DTensor with the ops of convolution networks exact."""
 
 from torchhalo import ops as ops
 from torchhalo.dispatch import disable, enable, enabled

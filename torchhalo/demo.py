@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
@@ -88,15 +89,6 @@ class Model(nn.Module):
         return restored
 
 
-def mean_square(difference: torch.Tensor) -> torch.Tensor:
-    """The mean of the squares.
-
-    Written as a sum, because DTensor gathers the whole tensor for `mean` when shards are uneven, and its own `mse_loss` has
-    wrong gradients.
-    """
-    return difference.square().sum(dtype=torch.promote_types(difference.dtype, torch.float32)) / difference.numel()
-
-
 def sample(box: Box, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``box`` holds of the noisy image and of the clean one, from nothing but its global coordinates.
 
@@ -134,7 +126,7 @@ def train(settings: Settings, mesh: DeviceMesh | None, show: bool) -> tuple[list
     losses = []
     for step in range(settings.steps):
         optimizer.zero_grad()
-        loss = mean_square(model(noisy) - clean)
+        loss = F.mse_loss(model(noisy), clean)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(_plain(loss)))
