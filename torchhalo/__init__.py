@@ -1,11 +1,30 @@
 """Sharded in space, right as one device: PyTorch DTensor with the ops of convolution networks exact."""
 
 from torchhalo import ops as ops
+from torchhalo.arrays import shard, store
+from torchhalo.check import check
 from torchhalo.dispatch import disable, enable, enabled
 from torchhalo.gathers import GatherError, GatherWarning, strict
 from torchhalo.ops.randomness import torch_random
+from torchhalo.parallel import SpatialParallel, parallelize, plain_state_dict, unparallelize
 from torchhalo.plain import plain_as_replicated
 
-__all__ = ["GatherError", "GatherWarning", "disable", "enable", "enabled", "plain_as_replicated", "strict", "torch_random"]
+__all__ = [
+    "GatherError",
+    "GatherWarning",
+    "SpatialParallel",
+    "check",
+    "disable",
+    "enable",
+    "enabled",
+    "parallelize",
+    "plain_as_replicated",
+    "plain_state_dict",
+    "shard",
+    "store",
+    "strict",
+    "torch_random",
+    "unparallelize",
+]
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command line: ``torchhalo demo``."""
+"""The command line: ``torchhalo demo`` and ``torchhalo check``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import torchhalo
 from torchhalo import demo
+from torchhalo.arrays import placements_for
+from torchhalo.check import TOLERANCE, check, named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
+
+CHECKED = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_check(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -49,10 +54,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    mesh = arguments.mesh or (arguments.ranks or 2,)
-    if arguments.ranks and arguments.ranks != math.prod(mesh):
-        shape = "x".join(map(str, mesh))
-        parser.error(f"--mesh {shape} has {math.prod(mesh)} ranks, but --ranks is {arguments.ranks}: give one of them")
+    mesh = _agreed_mesh(parser, arguments)
     settings = demo.Settings(arguments.size, mesh, arguments.steps, arguments.seed, DTYPES[arguments.dtype])
     try:
         comparison = demo.compare(settings)
@@ -68,6 +70,73 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         return 1
     print("passed: the ranks give the numbers of one process")
     return 0
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "Run a model on random input, sharded over local processes and in one process, and compare."
+    after = "Exit status: 0 if the sharded model gives one process's numbers and gathers next to nothing, else 1."
+    parser = commands.add_parser("check", help=about, description=about, epilog=after)
+    parser.add_argument(
+        "model", metavar="module:factory", help="a function that makes the model, also of a file in this folder"
+    )
+    parser.add_argument(
+        "--input",
+        type=_shape,
+        action="append",
+        required=True,
+        metavar="SHAPE",
+        help="such as 1,3,512,512; again for a second input",
+    )
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the input (default: 2)")
+    parser.add_argument("--mesh", type=_mesh, metavar="NxM", help="processes along two dims of the input, such as 2x2")
+    parser.add_argument(
+        "--dims",
+        type=_dims,
+        metavar="D",
+        help="dims to cut, one for each axis of the mesh, such as 3 or 2,3 or -1 (default: chosen)",
+    )
+    parser.add_argument("--backward", action="store_true", help="compare the gradients of inputs and parameters too")
+    parser.add_argument("--eval", action="store_true", help="in evaluation mode (default: training mode)")
+    parser.add_argument("--dtype", choices=CHECKED, default="float64", help="of weights and input (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and input (default: %(default)s)")
+    parser.set_defaults(run=lambda arguments: _check(parser, arguments))
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    mesh = _agreed_mesh(parser, arguments)
+    if arguments.dims is not None and len(arguments.dims) != len(mesh):
+        parser.error(f"--dims names {len(arguments.dims)} dims, the mesh has {len(mesh)} axes: give one dim for each")
+    try:
+        named(arguments.model)
+        placements_for(arguments.input[0], len(mesh), arguments.dims)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        report = check(
+            arguments.model,
+            tuple(arguments.input),
+            mesh=mesh,
+            dims=arguments.dims,
+            backward=arguments.backward,
+            train=not arguments.eval,
+            dtype=CHECKED[arguments.dtype],
+            seed=arguments.seed,
+            progress=lambda text: print(f"torchhalo check: {text}", file=sys.stderr, flush=True),
+        )
+    except KeyboardInterrupt:
+        print("torchhalo check: interrupted", file=sys.stderr)
+        return 130
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _agreed_mesh(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[int, ...]:
+    """The shape of the mesh that --mesh and --ranks ask for."""
+    mesh: tuple[int, ...] = arguments.mesh or (arguments.ranks or 2,)
+    if arguments.ranks and arguments.ranks != math.prod(mesh):
+        shape = "x".join(map(str, mesh))
+        parser.error(f"--mesh {shape} has {math.prod(mesh)} ranks, but --ranks is {arguments.ranks}: give one of them")
+    return mesh
 
 
 def _positive(text: str) -> int:
@@ -91,6 +160,20 @@ def _size(text: str) -> tuple[int, int]:
 
 def _mesh(text: str) -> tuple[int, ...]:
     return _sizes(text, "HxW, such as 2x2", 2, 2)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"wants sizes with commas between, such as 1,3,512,512, got {text!r}")
+    return tuple(map(_positive, parts))
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.removeprefix("-").isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"wants dims with commas between, such as 2,3, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def _sizes(text: str, form: str, fewest: int, most: int) -> tuple[int, ...]:

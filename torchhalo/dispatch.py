@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
@@ -36,6 +36,7 @@ from torchhalo import gathers
 __all__ = [
     "Meta",
     "Origin",
+    "TorchDispatchMode",
     "aliasing_ops",
     "all_gather",
     "all_reduce",
