@@ -20,7 +20,7 @@ from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan, assemble, fold, group_places, start
+from torchhalo.exchange import Exchange, Plan, assemble, fold, group_places, received, recipe, start
 from torchhalo.geometry import Box, Mirror, Span, Window
 from torchhalo.layout import Layout
 from torchhalo.windowed import exchange_between
@@ -328,19 +328,22 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
         return cut(case, source, coordinate), cut(case, cotangent(case, coordinate), coordinate, needs)
 
     shard, pulled = dispatch.per_rank(given, *here)
-    halo = start(shard, exchange, mesh)
+    order = (0, *range(2, len(case.shape)), 1) if case.channels_last else None
+    halo = start(shard, exchange, mesh, order)
     places = group_places(exchange, mesh)
-    folded = fold(pulled, exchange, mesh)
+    folded = fold(pulled, exchange, mesh, order=order)
 
     def compare(
         shard: torch.Tensor, halo: torch.Tensor | None, pulled: torch.Tensor, folded: torch.Tensor, *coordinate: int
     ) -> torch.Tensor:
         plan = exchange.plan(coordinate, places)
-        region = assemble(shard, halo, exchange, plan, plan.needs)
+        pieces = received(halo, shard, exchange, plan, order)
+        region = assemble(shard, pieces, exchange.dims, recipe(exchange, plan, plan.needs))
         known = source * spread(exchange, delivered(exchange, coordinate))
         assert torch.equal(region, cut(case, known, coordinate, plan.needs)), coordinate
         assert_laid_out(case, region, shard)
-        assert_filled(case, shard, halo, plan, coordinate)
+        assert_filled(case, shard, pieces, plan, coordinate)
+        assert_part(case, shard, pieces, plan, coordinate)
 
         total = torch.zeros_like(source)
         for peer in fiber(case, coordinate):
@@ -356,19 +359,30 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
     return terms
 
 
-def assert_filled(case: Case, shard: torch.Tensor, halo: torch.Tensor | None, plan: Plan, coordinate: Coordinate) -> None:
+def assert_filled(case: Case, shard: torch.Tensor, pieces: list[torch.Tensor], plan: Plan, coordinate: Coordinate) -> None:
     """A region that reaches beyond the needs, and beyond the tensor, has what the rank owns or needs, and else the fill."""
     exchange, margin = case.exchange, 3
     if not plan.needs.size:
         return
     wider = Box(tuple(Span(span.start - 2, span.stop + margin) for span in plan.needs.spans))
-    region = assemble(shard, halo, exchange, plan, wider, fill=-0.5)
+    region = assemble(shard, pieces, exchange.dims, recipe(exchange, plan, wider), fill=-0.5)
     has = spread(exchange, wanted(exchange, coordinate) | owned(exchange, coordinate))
     pads = [n for dim in reversed(range(len(case.shape))) for n in [margin * (dim in exchange.dims)] * 2]
     known = torch.nn.functional.pad(torch.where(has, numbered(case), -0.5), pads, value=-0.5)
     moved = Box(tuple(Span(span.start + margin, span.stop + margin) for span in wider.spans))
     assert torch.equal(region, cut(case, known, coordinate, moved)), coordinate
     assert_laid_out(case, region, shard)
+
+
+def assert_part(case: Case, shard: torch.Tensor, pieces: list[torch.Tensor], plan: Plan, coordinate: Coordinate) -> None:
+    """A region within the needs, as strips want it, also where it cuts what was received."""
+    exchange = case.exchange
+    for first, last in ((1, 0), (0, 1), (1, 1)):
+        part = Box(tuple(Span(span.start + first, span.stop - last) for span in plan.needs.spans))
+        if part.size:
+            region = assemble(shard, pieces, exchange.dims, recipe(exchange, plan, part))
+            known = numbered(case) * spread(exchange, delivered(exchange, coordinate))
+            assert torch.equal(region, cut(case, known, coordinate, part)), coordinate
 
 
 def assert_adjoint(terms: list[tuple[float, float]], ranks: int) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._dispatch.python import no_python_dispatcher
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed._local_tensor import local_tensor_mode, maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -36,6 +36,7 @@ from torchhalo import gathers
 __all__ = [
     "Meta",
     "Origin",
+    "Signature",
     "TorchDispatchMode",
     "aliasing_ops",
     "all_gather",
@@ -60,6 +61,7 @@ __all__ = [
     "per_rank",
     "plain_result",
     "plain_view",
+    "prepared",
     "redistribute",
     "reduce_scatter",
     "reduced",
@@ -70,6 +72,7 @@ __all__ = [
     "remember",
     "replicate_implicitly",
     "replicated",
+    "signature",
     "spoil",
     "stock",
     "tracing",
@@ -465,8 +468,52 @@ def local(tensor: DTensor) -> torch.Tensor:
 
 def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> DTensor:
     """The DTensor with global ``meta`` of which this rank holds ``shard``."""
-    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
+    key = _spec, tuple(placements), meta
+    spec = _spec(mesh, *key[1:]) if tracing() else prepared(mesh, *key)
     return DTensor(_bare(shard), spec, requires_grad=False)
+
+
+def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: Meta) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
+
+
+class Signature(NamedTuple):
+    """All of a DTensor that is not data, but for its mesh."""
+
+    placements: tuple[Placement, ...]
+    meta: Meta
+    device: str
+
+
+def signature(tensor: DTensor) -> Signature:
+    """What `prepared` may depend on."""
+    spec = tensor._spec
+    assert spec.tensor_meta is not None
+    shape, stride, dtype = spec.tensor_meta
+    if tracing():
+        shape, stride = torch.Size(map(int, shape)), tuple(map(int, stride))
+    return Signature(spec.placements, Meta(tuple(shape), stride, dtype), tensor._local_tensor.device.type)
+
+
+def prepared(mesh: DeviceMesh, make: Callable[..., R], *key: Any) -> R:
+    """``make(mesh, *key)``, worked out once for each key.
+
+    It is kept with the mesh, not by what the mesh is equal to: an equal one may have other process groups.
+    """
+    kept: dict[Any, R] = mesh.__dict__.setdefault("_torchhalo", _Kept())
+    known = make, *key
+    if known not in kept:
+        if len(kept) >= 4096:
+            kept.clear()
+        kept[known] = make(mesh, *key)
+    return kept[known]
+
+
+class _Kept(dict[Any, Any]):
+    """What was prepared for a mesh; a copy of the mesh, or one that is loaded from a file, starts anew."""
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
 def _bare(shard: torch.Tensor) -> torch.Tensor:
@@ -654,6 +701,8 @@ def _fake_mode() -> Any:
 
 
 def _signature(arg: Any) -> object:
+    if isinstance(arg, Signature):
+        return *arg.meta, arg.device
     if isinstance(arg, DTensor):
         return tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype, arg.device.type
     if isinstance(arg, (list, tuple)):
@@ -662,6 +711,8 @@ def _signature(arg: Any) -> object:
 
 
 def _fake(arg: Any) -> Any:
+    if isinstance(arg, Signature):
+        return torch.empty_strided(arg.meta.shape, arg.meta.stride, dtype=arg.meta.dtype, device=arg.device)
     if isinstance(arg, (list, tuple)):
         return [_fake(item) for item in arg]
     if not isinstance(arg, DTensor):
@@ -684,7 +735,7 @@ def per_rank(function: Callable[..., R], *args: object) -> R:
 
     The function may not communicate. It returns a tensor, or a flat tuple of tensors and integers.
     """
-    return maybe_run_for_local_tensor(function)(*args)
+    return maybe_run_for_local_tensor(function)(*args) if local_tensor_mode() else function(*args)
 
 
 def once(function: Callable[[], R]) -> R:
@@ -712,7 +763,10 @@ def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int
 
     The result is for `wait`; what comes between overlaps with the communication.
     """
-    return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+    if tracing() or local_tensor_mode():
+        return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+    # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
+    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
@@ -751,7 +805,9 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
-    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+    if isinstance(tensor, funcol.AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor if tracing() else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

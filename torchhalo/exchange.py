@@ -10,7 +10,7 @@ that its own needs and its own shard reach.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import count, product
 from math import prod
@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchhalo import dispatch
 from torchhalo.geometry import Box, Grid, Relation, Span, boxes, hull
 from torchhalo.layout import Layout
+
+Order = tuple[int, ...] | None
+Index = tuple[slice, ...]
 
 
 class Exchange(NamedTuple):
@@ -47,6 +50,11 @@ class Exchange(NamedTuple):
     def needed(self) -> bool:
         """Whether any rank needs what it does not own; where none does, nothing is sent."""
         return _needed(self)
+
+    def needs(self, part: Box) -> Box:
+        """The smallest box over ``dims`` that holds all that ``part`` of the target reads."""
+        spans = zip(self.dims, self.windows, part.spans, strict=True)
+        return Box(tuple(hull(_overlap(w.reads(span), Span(0, self.source.shape[dim]))) for dim, w, span in spans))
 
     def plan(self, coordinate: Sequence[int], places: tuple[int, ...] | None = None) -> Plan:
         """What the rank at ``coordinate`` sends and receives.
@@ -175,18 +183,21 @@ def _peer(exchange: Exchange, parts: tuple[int, ...]) -> int:
     return index
 
 
-def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh) -> torch.Tensor | None:
+def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Order = None) -> torch.Tensor | None:
     """Send every rank its halo.
 
     Forward: each box that another rank needs goes to it, once. Adjoint: `fold`, which also undoes `assemble`.
 
+    Args:
+        order: In which the dims lie in memory on all ranks, the outermost first; a box travels in that order.
+
     Returns:
-        The halo as one flat buffer, for `dispatch.wait`, or None if no rank needs any.
+        The halo as one flat buffer, for `received`, or None if no rank needs any.
     """
-    return _transfer(shard, exchange, mesh, back=False) if exchange.needed() else None
+    return _transfer(shard, exchange, mesh, order, back=False) if exchange.needed() else None
 
 
-def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool = False) -> torch.Tensor:
+def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool = False, order: Order = None) -> torch.Tensor:
     """The adjoint of `start` and `assemble`: what was received is sent back and added where it came from.
 
     Args:
@@ -196,22 +207,22 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
     Returns:
         One for each element of the shard.
     """
-    back = _transfer(region, exchange, mesh, back=True, exact=exact) if exchange.needed() else None
+    back = _transfer(region, exchange, mesh, order, back=True, exact=exact) if exchange.needed() else None
     places = group_places(exchange, mesh)
 
     def add(region: torch.Tensor, back: torch.Tensor | None, *coordinate: int) -> torch.Tensor:
         plan = exchange.plan(coordinate, places)
         frame = plan.exact if exact else plan.needs
-        if back is None and frame in (plan.owned, Grid(tuple((span,) for span in plan.owned.spans))):
+        if back is None and frame in (plan.owned, _grid(plan.owned)):
             return region
         out = _empty(region, _resized(region, exchange, plan.owned)).zero_()
         for own in _common(plan.owned, frame):
-            out[_index(exchange, out, own, plan.owned)] = region[_index(exchange, region, own, frame)]
+            out[index(exchange, own, plan.owned)] = region[index(exchange, own, frame)]
         if back is None:
             return out
         back = dispatch.wait(back)
-        for target, values in _pieces(out, back, exchange, plan.sends, plan.owned):
-            target.add_(values)
+        for box, values in zip(plan.sends, _unpacked(back, region, exchange, plan.sends, order), strict=True):
+            out[index(exchange, box, plan.owned)] += values
         return out if back.numel() else anchor(out, back)
 
     return dispatch.per_rank(add, region, back, *_here(mesh))
@@ -222,46 +233,142 @@ def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None
     return dispatch.fiber_group(mesh, exchange.axes)[1] if exchange.needed() else None
 
 
-def _transfer(tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, back: bool, exact: bool = False) -> torch.Tensor:
+def _transfer(
+    tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Order, back: bool, exact: bool = False
+) -> torch.Tensor:
     group, places = dispatch.fiber_group(mesh, exchange.axes)
 
     def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
-        plan = exchange.plan(coordinate, places)
-        frame = plan.exact if exact else plan.needs
-        pieces, origin = (plan.receives, frame) if back else (plan.sends, plan.owned)
-        cuts = [tensor[_index(exchange, tensor, box, origin)].reshape(-1) for box in pieces]
+        cuts, counts = _cuts(exchange, coordinate, places, back, exact)
         rest = _rest(tensor, exchange)
-        counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
-        packed = anchor(torch.cat(cuts) if cuts else tensor.new_empty(0), tensor)
+        flat = [_flat(tensor[cut], order) for cut in cuts]
+        packed = anchor(torch.cat(flat) if flat else tensor.new_empty(0), tensor)
         return packed, *(rest * count for count in counts)
 
     packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
     return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
 
 
+@lru_cache(maxsize=1024)
+def _cuts(
+    exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ...], back: bool, exact: bool
+) -> tuple[list[Index], tuple[int, ...]]:
+    """Where in its tensor a rank finds what it sends, and how many elements it sends to and gets from each of the group."""
+    plan = exchange.plan(coordinate, places)
+    frame = plan.exact if exact else plan.needs
+    pieces, origin = (plan.receives, frame) if back else (plan.sends, plan.owned)
+    counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
+    return [index(exchange, box, origin) for box in pieces], counts
+
+
+def _flat(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+class Recipe(NamedTuple):
+    """How a region is put together from a shard and the pieces that a rank received.
+
+    Attributes:
+        region: The sizes along the exchange's dims.
+        own: Where in the region, and where in the shard, what the rank has itself.
+        landed: For each piece that meets the region, where in the region, its number, and which part of it.
+        untouched: Whether the region is the shard.
+        whole: Whether the parts are all of the region.
+        line: The dim along which the parts, all of them whole, stand one behind another, if they do: own ones as their place in
+            the shard, others as the number of the piece.
+    """
+
+    region: tuple[int, ...]
+    own: tuple[tuple[Index, Index], ...]
+    landed: tuple[tuple[Index, int, Index | None], ...]
+    untouched: bool
+    whole: bool
+    line: tuple[int, tuple[Index | int, ...]] | None
+
+
+@lru_cache(maxsize=4096)
+def recipe(exchange: Exchange, plan: Plan, region: Box | Grid) -> Recipe:
+    """How to put together ``region``: ``plan.exact``, or a box, which may reach beyond the tensor."""
+    kept = _common(plan.owned, region)
+    landed = [(number, box, _shared(box, region)) for number, box in enumerate(plan.receives)]
+    landed = [(number, box, part) for number, box, part in landed if part.size]
+    parts = [*kept, *(part for _, _, part in landed)]
+    whole = sum(box.size for box in parts) == region.size
+    return Recipe(
+        region.shape,
+        tuple((index(exchange, box, region), index(exchange, box, plan.owned)) for box in kept),
+        tuple(
+            (index(exchange, part, region), number, None if part == box else index(exchange, part, _grid(box)))
+            for number, box, part in landed
+        ),
+        region == plan.owned and not landed,
+        whole,
+        _line(exchange, plan, region, kept, landed) if whole and isinstance(region, Box) else None,
+    )
+
+
+def _line(
+    exchange: Exchange, plan: Plan, region: Box, kept: Sequence[Box], landed: Sequence[tuple[int, Box, Box]]
+) -> tuple[int, tuple[Index | int, ...]] | None:
+    parts: list[tuple[Box, Index | int]] = [(box, index(exchange, box, plan.owned)) for box in kept]
+    parts += [(part, number) for number, box, part in landed if part == box]
+    if not parts or len(parts) < len(kept) + len(landed):
+        return None
+    for at, dim in enumerate(exchange.dims):
+        if any(box.spans[at].step > 1 for box, _ in parts):
+            continue
+        if all(box.spans[:at] + box.spans[at + 1 :] == region.spans[:at] + region.spans[at + 1 :] for box, _ in parts):
+            return dim, tuple(part for _, part in sorted(parts, key=lambda part: part[0].spans[at].start))
+    return None
+
+
 def assemble(
-    shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, region: Box | Grid, fill: float = 0.0
+    shard: torch.Tensor, pieces: Sequence[torch.Tensor], dims: Sequence[int], recipe: Recipe, fill: float = 0.0
 ) -> torch.Tensor:
-    """The source over ``region``, from the shard and its halo, on one rank.
+    """A region, from the shard and what `received` gave, on one rank.
 
     Args:
-        halo: What `start` returned, awaited.
-        region: ``plan.exact``, or a box that holds ``plan.needs`` and may reach beyond the tensor.
+        dims: The exchange's.
         fill: The value of what lies outside the tensor, or is not needed.
     """
-    if region == plan.owned and not plan.receives:
+    if recipe.untouched:
         return shard
-    common = _common(plan.owned, region)
-    whole = sum(box.size for box in (*common, *plan.receives)) == region.size
-    out = _empty(shard, _resized(shard, exchange, region))
-    if not whole:
+    if recipe.line is not None:
+        dim, parts = recipe.line
+        return torch.cat([pieces[part] if isinstance(part, int) else shard[part] for part in parts], dim)
+    shape = list(shard.shape)
+    for dim, size in zip(dims, recipe.region, strict=True):
+        shape[dim] = size
+    out = _empty(shard, shape)
+    if not recipe.whole:
         out.fill_(fill)
-    for own in common:
-        out[_index(exchange, out, own, region)] = shard[_index(exchange, shard, own, plan.owned)]
-    if halo is not None:
-        for target, values in _pieces(out, halo, exchange, plan.receives, region):
-            target.copy_(values)
+    for target, source in recipe.own:
+        out[target].copy_(shard[source])
+    for target, number, cut in recipe.landed:
+        out[target].copy_(pieces[number] if cut is None else pieces[number][cut])
     return out
+
+
+def received(
+    halo: torch.Tensor | None, shard: torch.Tensor, exchange: Exchange, plan: Plan, order: Order = None
+) -> list[torch.Tensor]:
+    """What `start` brought, when it has come: one tensor for each of ``plan.receives``."""
+    return [] if halo is None else _unpacked(dispatch.wait(halo), shard, exchange, plan.receives, order)
+
+
+def _unpacked(
+    flat: torch.Tensor, like: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], order: Order
+) -> list[torch.Tensor]:
+    """The boxes in a flat buffer, as views of it."""
+    rest = _rest(like, exchange)
+    if not boxes:
+        return []
+    pieces = flat.split([rest * box.size for box in boxes])
+    shapes = [_resized(like, exchange, box) for box in boxes]
+    if order is None:
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    back = [order.index(dim) for dim in range(len(order))]
+    return [piece.view([shape[dim] for dim in order]).permute(back) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _common(owned: Box, region: Box | Grid) -> tuple[Box, ...]:
@@ -270,6 +377,15 @@ def _common(owned: Box, region: Box | Grid) -> tuple[Box, ...]:
         return boxes(_overlap(runs, span) for runs, span in zip(region.runs, owned.spans, strict=True))
     own = owned & region
     return (own,) if own.size else ()
+
+
+def _grid(box: Box) -> Grid:
+    return Grid(tuple((span,) for span in box.spans))
+
+
+def _shared(box: Box, region: Box | Grid) -> Box:
+    """What of ``box`` lies in the region; a grid holds all that a rank receives."""
+    return box if isinstance(region, Grid) else box & region
 
 
 def _here(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -291,22 +407,12 @@ def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box | Grid) -> list[
     return shape
 
 
-def _index(exchange: Exchange, tensor: torch.Tensor, box: Box, origin: Box | Grid) -> tuple[slice, ...]:
+def index(exchange: Exchange, box: Box, origin: Box | Grid) -> Index:
     """Where ``box`` lies in a tensor that holds ``origin``."""
-    index = [slice(None)] * tensor.ndim
+    index = [slice(None)] * len(exchange.source.shape)
     for dim, cut in zip(exchange.dims, box.within(origin), strict=True):
         index[dim] = cut
     return tuple(index)
-
-
-def _pieces(
-    tensor: torch.Tensor, flat: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], origin: Box | Grid
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of ``boxes`` as a view of ``tensor``, which holds ``origin``, with its values in the flat buffer."""
-    rest = _rest(tensor, exchange)
-    for box, values in zip(boxes, flat.split([rest * box.size for box in boxes]), strict=True):
-        view = tensor[_index(exchange, tensor, box, origin)]
-        yield view, values.view(view.shape)
 
 
 def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -74,11 +74,30 @@ class Box(NamedTuple):
     def __and__(self, other: Box) -> Box:
         return Box(tuple(a & b for a, b in zip(self.spans, other.spans, strict=True)))
 
+    def contains(self, other: Box) -> bool:
+        """Whether every element of ``other`` lies in this box, whose spans are intervals."""
+        return other.size == 0 or all(a.contains(b) for a, b in zip(self.spans, other.spans, strict=True))
+
     def within(self, origin: Box | Grid) -> tuple[slice, ...]:
         """The slices that cut this box out of a tensor that holds ``origin``."""
         if isinstance(origin, Grid):
             return tuple(_within_runs(span, runs) for span, runs in zip(self.spans, origin.runs, strict=True))
         return tuple(a.within(b.start) for a, b in zip(self.spans, origin.spans, strict=True))
+
+
+def shell(outer: Box, inner: Box) -> tuple[Box, ...]:
+    """What ``outer`` holds and ``inner``, a box in it, does not, as disjoint boxes: at most two per dim.
+
+    >>> [box.shape for box in shell(Box((Span(0, 4), Span(0, 6))), Box((Span(1, 4), Span(2, 5))))]
+    [(1, 6), (3, 2), (3, 1)]
+    """
+    found, spans = [], list(outer.spans)
+    for dim, (whole, kept) in enumerate(zip(outer.spans, inner.spans, strict=True)):
+        for side in (Span(whole.start, kept.start), Span(kept.stop, whole.stop)):
+            if side.size:
+                found.append(Box((*spans[:dim], side, *spans[dim + 1 :])))
+        spans[dim] = kept
+    return tuple(found)
 
 
 class Grid(NamedTuple):
@@ -227,6 +246,16 @@ class Window(NamedTuple):
             for teeth in merge(combs[offset])
         )
 
+    def inside(self, outputs: Span, inputs: Span, size: int) -> Span:
+        """Those of ``outputs`` that read nothing but ``inputs`` and what lies outside a tensor of ``size``.
+
+        >>> Window(kernel=3, before=1, after=1).inside(Span(4, 8), Span(4, 8), size=8)
+        Span(start=5, stop=8, step=1)
+        """
+        first = -(-(inputs.start + self.before) // self.stride) if inputs.start > 0 else outputs.start
+        stop = (inputs.stop + self.before - self.extent) // self.stride + 1 if inputs.stop < size else outputs.stop
+        return outputs & Span(first, stop)
+
     def touches(self, inputs: Span) -> tuple[Span, ...]:
         """Exactly the outputs that read any of ``inputs``, not clipped to the tensor.
 
@@ -266,6 +295,11 @@ class Mirror(NamedTuple):
 
     def touches(self, inputs: Span) -> tuple[Span, ...]:
         return self.window.reads(inputs)
+
+    def inside(self, outputs: Span, inputs: Span, size: int) -> Span:
+        first = self.window.reach(Span(0, inputs.start)).stop if inputs.start > 0 else outputs.start
+        stop = self.window.reach(Span(inputs.stop, size)).start if inputs.stop < size else outputs.stop
+        return outputs & Span(first, stop)
 
 
 class Piece(NamedTuple):

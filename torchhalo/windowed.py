@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan, anchor, assemble, fold, group_places, start
+from torchhalo.exchange import Exchange, Order, Plan, Recipe, anchor, assemble, fold, group_places, received, recipe, start
 from torchhalo.geometry import Box, Grid, Pieces, Relation, Span
 from torchhalo.layout import Layout, layout
-
-T = TypeVar("T")
 
 
 def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Relation]) -> Exchange:
@@ -24,26 +24,59 @@ def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Relat
     return Exchange(source, target, dims, tuple(windows[dim] for dim in dims))
 
 
+class Source:
+    """What one rank sees of a sharded tensor: its shard at once, the rest of what it needs when the halo has come."""
+
+    def __init__(
+        self, shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, order: Order, fill: float
+    ) -> None:
+        self.shard, self.exchange, self.plan = shard, exchange, plan
+        self._halo, self._order, self._fill = halo, order, fill
+        self._pieces: list[torch.Tensor] | None = None
+        self.used = False
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What the rank received, one tensor for each of ``plan.receives``."""
+        if self._pieces is None:
+            self._pieces = received(self._halo, self.shard, self.exchange, self.plan, self._order)
+        return self._pieces
+
+    def over(self, recipe: Recipe) -> torch.Tensor:
+        """The tensor over a region, filled up where that reaches beyond it; the shard itself where that is all."""
+        self.used |= bool(recipe.landed)
+        return assemble(self.shard, self.pieces() if recipe.landed else (), self.exchange.dims, recipe, self._fill)
+
+    def held(self, recipe: Recipe) -> torch.Tensor:
+        """The part of the shard that a recipe is made of, which has nothing else, as a view."""
+        (cut,) = (cut for _, cut in recipe.own)
+        return self.shard if recipe.untouched else self.shard[cut]
+
+    def region(self, region: Box | Grid) -> torch.Tensor:
+        """As `over`, for a region whose recipe was not kept."""
+        return self.over(recipe(self.exchange, self.plan, region))
+
+
 def run(
     kernel: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
     shard: torch.Tensor,
     exchange: Exchange,
     mesh: DeviceMesh,
-    fit: Callable[[Plan, tuple[int, ...]], tuple[Box | Grid, T]],
     *others: torch.Tensor | None,
+    format: torch.memory_format = torch.contiguous_format,
     fill: float = 0.0,
 ) -> Any:
-    """Give each rank what it needs of the source and compute there.
+    """Start the exchange and compute on each rank what it owns of the target.
 
     Args:
-        kernel: Called with the assembled region, what ``fit`` gave with it, the rank's coordinate and ``others``, all of one
-            rank. It returns a tensor or a flat tuple of tensors.
+        kernel: Called with a `Source`, the rank's coordinate and ``others``, all of one rank. What it does before it asks the
+            source for more than the shard overlaps with the exchange. It returns a tensor or a flat tuple of tensors.
         shard: What this rank holds of the exchange's source.
-        fit: From a rank's plan and coordinate, the box to assemble, which holds ``plan.needs``, and a word for the kernel.
         others: Tensors that the kernel also wants.
+        format: The memory format of the whole source, and of the shard.
         fill: The value of what lies outside the source.
     """
-    halo = start(shard, exchange, mesh)
+    order = memory_order(format, shard.ndim)
+    halo = start(shard, exchange, mesh, order)
     places = group_places(exchange, mesh)
 
     def on_rank(
@@ -52,18 +85,58 @@ def run(
         others: Sequence[torch.Tensor | None],
         coordinate: tuple[int, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        plan = exchange.plan(coordinate, places)
-        box, word = fit(plan, coordinate)
-        halo = None if halo is None else dispatch.wait(halo)
-        result = kernel(assemble(shard, halo, exchange, plan, box, fill), word, coordinate, *others)
-        if halo is None or halo.numel():
+        source = Source(dense(shard, format), halo, exchange, exchange.plan(coordinate, places), order, fill)
+        result = kernel(source, coordinate, *others)
+        if halo is None:
             return result
+        source.pieces()  # also where nobody asked: torch keeps the state of an exchange until it is waited for
+        if source.used or not dispatch.tracing():
+            return result
+        halo = dispatch.wait(halo)
         if isinstance(result, torch.Tensor):
             return anchor(result, halo)
         smallest = min(result, key=torch.Tensor.numel)
         return tuple(anchor(tensor, halo) if tensor is smallest else tensor for tensor in result)
 
     return dispatch.per_rank(on_rank, shard, halo, others, dispatch.coordinate(mesh))
+
+
+#: How many bytes of shard make bulk and strips the faster way; see `worthwhile`.
+ENOUGH = {"cpu": 2**20, "cuda": 2**22}
+
+_forced: bool | None = None
+
+
+@contextmanager
+def in_parts(on: bool) -> Iterator[None]:
+    """Inside, ops are computed in parts, bulk and strips, wherever they can be, or never; for tests and measurements."""
+    global _forced
+    before, _forced = _forced, on
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def forced_parts() -> bool | None:
+    """What `in_parts` asks for, or None."""
+    return _forced
+
+
+def worthwhile(size: int, device: str) -> bool:
+    """Whether a shard of ``size`` bytes is better computed in parts than put together with its halo in a copy."""
+    return size >= ENOUGH.get(device, ENOUGH["cuda"])
+
+
+def dense(shard: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
+    """A shard that is in a memory format already, with the strides that kernels know it by.
+
+    A dim of size one may have any stride. But by that of the batch cuDNN's wrapper tells channels-last, and a view of a single
+    image has another: then each convolution turned it around and back.
+    """
+    if dispatch.tracing() or shard.stride() == (usual := strides(shard.shape, format)):
+        return shard
+    return shard.as_strided(shard.shape, usual)
 
 
 class Here(NamedTuple):
@@ -149,16 +222,14 @@ def forward(
         return done
     exchange = exchange_between(layout(input.shape, mesh, placements), layout(results[0].shape, mesh, placements), windows)
 
-    def fit(plan: Plan, coordinate: tuple[int, ...]) -> tuple[Box | Grid, Here]:
-        held = region(exchange, plan, coordinate)
+    def on_source(source: Source, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
+        held = region(exchange, source.plan, coordinate)
         owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
-        return held, Here(coordinate, owned, outputs, held, exchange.dims)
-
-    def on_region(region: torch.Tensor, here: Here, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
-        return kernel(region, here, *others)
+        return kernel(source.region(held), Here(coordinate, owned, outputs, held, exchange.dims), *others)
 
     shards = [None if other is None else dispatch.local(other) for other in others]
-    out = run(on_region, laid_out(dispatch.local(input), input), exchange, mesh, fit, *shards, fill=fill)
+    format = memory_format(input.shape, input.stride())
+    out = run(on_source, laid_out(dispatch.local(input), input), exchange, mesh, *shards, format=format, fill=fill)
     outs = (out,) if len(results) == 1 else out
     return tuple(
         dispatch.wrap(laid_out(shard, result), mesh, placements, result) for shard, result in zip(outs, results, strict=True)
@@ -199,7 +270,8 @@ def adjoint(
 
     shards = [None if other is None else dispatch.local(other) for other in others]
     values = dispatch.per_rank(on_rank, laid_out(dispatch.local(grad), grad), shards, dispatch.coordinate(mesh))
-    out = fold(values, exchange, mesh, exact=region is exact)
+    order = memory_order(memory_format(result.shape, result.stride), len(result.shape))
+    out = fold(values, exchange, mesh, exact=region is exact, order=order)
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 
@@ -266,15 +338,30 @@ def laid_out(shard: torch.Tensor, whole: DTensor | dispatch.Meta) -> torch.Tenso
 
 def memory_format(shape: Sequence[int], stride: Sequence[int]) -> torch.memory_format:
     """The memory format of a tensor, for `torch.Tensor.contiguous`: channels-last if it is that and nothing else."""
+    return _memory_format(tuple(map(int, shape)), tuple(map(int, stride)))
+
+
+@lru_cache(maxsize=4096)
+def _memory_format(shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.memory_format:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if len(shape) not in formats or _dense(shape, stride, range(len(shape))):
         return torch.contiguous_format
     return formats[len(shape)] if _dense(shape, stride, (0, *range(2, len(shape)), 1)) else torch.contiguous_format
 
 
+def memory_order(format: torch.memory_format, ndim: int) -> Order:
+    """The dims as they lie in memory, the outermost first; None for the usual order."""
+    return None if format == torch.contiguous_format else (0, *range(2, ndim), 1)
+
+
 def strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...]:
     """The strides of a dense tensor of ``shape`` in a memory format."""
-    order = range(len(shape)) if format == torch.contiguous_format else (0, *range(2, len(shape)), 1)
+    return _strides(tuple(map(int, shape)), format)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], format: torch.memory_format) -> tuple[int, ...]:
+    order = memory_order(format, len(shape)) or range(len(shape))
     found = dict.fromkeys(order, 1)
     for place, dim in enumerate(order):
         found[dim] = prod(max(1, shape[inner]) for inner in order[place + 1 :])

@@ -8,7 +8,8 @@ is counted on one rank, the input's halo is sent once and never saved, and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan, anchor
-from torchhalo.geometry import Box, Mirror, Span, Window
+from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, group_places, index, recipe
+from torchhalo.geometry import Box, Mirror, Relation, Span, Window, shell
 from torchhalo.layout import layout
-from torchhalo.windowed import exchange_between, laid_out, memory_format, run, strides
+from torchhalo.windowed import (
+    Source,
+    dense,
+    exchange_between,
+    forced_parts,
+    laid_out,
+    memory_format,
+    memory_order,
+    run,
+    strides,
+    worthwhile,
+)
 
 aten = torch.ops.aten
 
@@ -91,10 +103,6 @@ class _Convolution(NamedTuple):
         windows = (Window(*parameter) for parameter in parameters)
         return {dim: window.mirror if mirrored else window for dim, window in enumerate(windows, start=2)}
 
-    @property
-    def name(self) -> str:
-        return f"conv{'_transpose' if self.transposed else ''}{len(self.stride)}d"
-
     def check_output_padding(self) -> None:
         """Let the smallest plain convolution object to an output padding that torch checks in its kernels only."""
         if any(extra >= max(s, d) for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True)):
@@ -135,21 +143,209 @@ def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Spa
     return Span(needs.start - first, needs.stop + last), before, before - after
 
 
-def _fitter(config: _Convolution, exchange: Exchange, grow_sparse: bool) -> Callable[..., tuple[Box, _Convolution]]:
-    """What a rank must assemble of the exchange's source, and the local convolution that then gives just its target."""
+def _crop(window: Window, held: Span, own: Span, crop_sparse: bool) -> tuple[Span, int, int] | None:
+    """As `_fit`, but from ``held`` alone: cut until the kernel gives as much as ``own``, right where that reads no more.
 
-    def fit(plan: Plan, coordinate: tuple[int, ...]) -> tuple[Box, _Convolution]:
-        padding, output_padding, region = list(config.padding), list(config.output_padding), []
-        own = exchange.target.owned(coordinate)
-        for dim, window, needs in zip(exchange.dims, exchange.windows, plan.needs.spans, strict=True):
-            window = window.window if isinstance(window, Mirror) else window
-            assert isinstance(window, Window)
-            span, padding[dim - 2], surplus = _fit(window, needs, own.spans[dim], grow_sparse)
-            output_padding[dim - 2] = surplus if config.transposed else 0
-            region.append(span)
-        return Box(tuple(region)), config._replace(padding=tuple(padding), output_padding=tuple(output_padding))
+    Returns:
+        None where the kernel's own padding cannot stand for what is missing.
+    """
+    stride = window.stride
+    sparse, dense = (held, own) if crop_sparse else (own, held)
+    reach = window.reach(sparse)
+    before, after = dense.start - reach.start, reach.stop - dense.stop
+    if crop_sparse:
+        first, last = max(0, (before - after) // stride), max(0, -((before - after) // stride))
+        before, after = before - first * stride, after - last * stride
+    else:
+        first = max(0, -before, after - before)
+        before += first
+        last = max(0, before - after - stride + 1)
+        after += last
+    left = Span(held.start + first, held.stop - last)
+    return (left, before, before - after) if left.size and 0 <= before < window.extent else None
 
-    return fit
+
+def _window(relation: Relation) -> Window:
+    window = relation.window if isinstance(relation, Mirror) else relation
+    assert isinstance(window, Window)
+    return window
+
+
+class _Part(NamedTuple):
+    """A local convolution that gives a part of a rank's target.
+
+    Attributes:
+        region: What the kernel is given of the source, along the exchange's dims.
+        recipe: How that is put together.
+        call: The arguments of the kernel that are not tensors.
+        cut: Where the part is in the rank's target.
+        known: Where in the region that is what the bulk has read.
+    """
+
+    region: Box
+    recipe: Recipe
+    call: tuple[Any, ...]
+    cut: Index
+    known: Index
+
+
+class _Work(NamedTuple):
+    """What one rank computes.
+
+    Either all at once, from the shard and its halo put together; or first the bulk, from the shard as it is, wrong along the
+    edges, and then the strips that go there.
+
+    Attributes:
+        whole: The first way; None where there is nothing to compute.
+        bulk: The second; None to go the first way.
+        strips: In groups of one shape, which are stacked along the batch for one call.
+    """
+
+    whole: _Part | None = None
+    bulk: _Part | None = None
+    strips: tuple[tuple[_Part, ...], ...] = ()
+
+
+class _Local(NamedTuple):
+    """A convolution on one rank.
+
+    Attributes:
+        config: The whole convolution, with this rank's share of the groups.
+        exchange: Source and target, which are input and output forward, ``grad_output`` and input backward.
+        sparse: Whether the source is the sparse side.
+        plan: What the rank holds of the source.
+        own: What it owns of the target, along the exchange's dims.
+    """
+
+    config: _Convolution
+    exchange: Exchange
+    sparse: bool
+    plan: Plan
+    own: Box
+
+    def work(self, in_parts: bool, croppable: Collection[int]) -> _Work:
+        """How to compute.
+
+        Args:
+            in_parts: Whether bulk and strips are worth it.
+            croppable: Dims along which a part of the shard is dense in memory, so that the kernel takes it as it is.
+        """
+        whole = self._part(self.own)
+        bulk = self._bulk(croppable) if in_parts and not whole.recipe.untouched else None
+        if bulk is None:
+            return _Work(whole)
+        inside = (
+            window.inside(own, held, self.exchange.source.shape[dim])
+            for dim, window, own, held in self._lines(self.own, bulk.region)
+            if isinstance(window, (Window, Mirror))
+        )
+        strips = [
+            strip for strip in shell(self.own, Box(tuple(inside))) if not bulk.region.contains(self.exchange.needs(strip))
+        ]
+        if 2 * sum(strip.size for strip in strips) > self.own.size:
+            return _Work(whole)
+        groups: dict[Any, list[_Part]] = {}
+        for strip in strips:
+            part = self._part(strip, bulk.region)
+            groups.setdefault((strip.shape, part.region.shape, str(part.call)), []).append(part)
+        return _Work(whole, bulk, tuple(map(tuple, groups.values())))
+
+    def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Relation, Span, Span]]:
+        return zip(self.exchange.dims, self.exchange.windows, target.spans, source.spans, strict=True)
+
+    def _part(self, target: Box, known: Box | None = None) -> _Part:
+        lines = self._lines(target, self.exchange.needs(target))
+        return self._called(target, [_fit(_window(w), need, own, self.sparse) for _, w, own, need in lines], known)
+
+    def _bulk(self, croppable: Collection[int]) -> _Part | None:
+        """All of ``own`` from what the rank holds, if the kernel can do that."""
+        fitted = []
+        for dim, window, own, held in self._lines(self.own, self.plan.owned):
+            found = _crop(_window(window), held, own, self.sparse)
+            if found is None or (found[0] != held and dim not in croppable):
+                return None
+            fitted.append(found)
+        return self._called(self.own, fitted, None)
+
+    def _called(self, target: Box, fitted: Sequence[tuple[Span, int, int]], known: Box | None) -> _Part:
+        padding, output_padding = list(self.config.padding), list(self.config.output_padding)
+        for dim, (_, pad, surplus) in zip(self.exchange.dims, fitted, strict=True):
+            padding[dim - 2] = pad
+            output_padding[dim - 2] = surplus if self.config.transposed else 0
+        config = self.config._replace(padding=tuple(padding), output_padding=tuple(output_padding))
+        region = Box(tuple(span for span, _, _ in fitted))
+        return _Part(
+            region,
+            recipe(self.exchange, self.plan, region),
+            config.spread(),
+            index(self.exchange, target, self.own),
+            index(self.exchange, known & region, region) if known else (),
+        )
+
+
+class _Program:
+    """All of a convolution, forward or backward, that is not data: worked out once for each signature."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        backward: bool,
+        in_parts: bool | None,
+        input: dispatch.Signature,
+        weight: dispatch.Signature,
+        bias: dispatch.Signature | None,
+        *arguments: Any,
+    ) -> None:
+        config = _Convolution.of(len(weight.meta.shape) - 2, arguments)
+        config.check_output_padding()
+        (self.output,) = dispatch.plain_result(aten.convolution.default, input, weight, bias, *config.spread())
+        self.roles, groups = _roles(input.placements, weight.placements, mesh, config)
+        self.input, self.weight, self.bias = (tuple(role[i] for role in self.roles) for i in range(3))
+        self.placements, self.grad_output = (tuple(role[i] for role in self.roles) for i in (3, 4))
+        self.grads = [tuple(role[i] for role in self.roles) for i in (5, 6, 7)]
+        self.summed = [axis for axis, role in enumerate(self.roles) if isinstance(role.output, Partial)]
+        self.config = config._replace(groups=groups)
+        self.kernel = weight.meta.shape[2:]
+        read = layout(input.meta.shape, mesh, self.input)
+        written = layout(self.output.shape, mesh, self.grad_output if backward else self.placements)
+        source, target = (written, read) if backward else (read, written)
+        mirrored = config.transposed != backward
+        self.exchange = exchange_between(source, target, config.windows(self.kernel, mirrored))
+        self.sparse = mirrored
+        self.source_format = memory_format(*((self.output if backward else input.meta)[:2]))
+        self.input_format = memory_format(*input.meta[:2])
+        self.places = group_places(self.exchange, mesh)
+        self._in_parts = in_parts
+        self._device, self._itemsize = input.device, input.meta.dtype.itemsize
+        self._work: dict[tuple[int, ...], _Work] = {}
+
+    def work(self, coordinate: tuple[int, ...]) -> _Work:
+        """What the rank at ``coordinate`` computes."""
+        if coordinate not in self._work:
+            self._work[coordinate] = self._worked_out(coordinate)
+        return self._work[coordinate]
+
+    def _worked_out(self, coordinate: tuple[int, ...]) -> _Work:
+        dims, plan = self.exchange.dims, self.exchange.plan(coordinate, self.places)
+        owned, target = self.exchange.source.owned(coordinate).shape, self.exchange.target.owned(coordinate)
+        rest = [size for dim, size in enumerate(owned) if dim not in dims]
+        if 0 in (plan.needs.size, target.size, *rest):
+            return _Work()
+        in_parts = worthwhile(prod(owned) * self._itemsize, self._device) if self._in_parts is None else self._in_parts
+        order = memory_order(self.source_format, len(owned)) or tuple(range(len(owned)))
+        croppable = [dim for place, dim in enumerate(order) if all(owned[outer] == 1 for outer in order[:place])]
+        local = _Local(self.config, self.exchange, self.sparse, plan, Box(tuple(target.spans[dim] for dim in dims)))
+        return local.work(in_parts, croppable)
+
+
+def _program(backward: bool, input: DTensor, weight: DTensor, bias: DTensor | None, *rest: Any) -> _Program:
+    signatures = (None if tensor is None else dispatch.signature(tensor) for tensor in (input, weight, bias))
+    arguments = (tuple(map(int, value)) if isinstance(value, (list, tuple)) else value for value in rest)
+    return dispatch.prepared(input.device_mesh, _Program, backward, forced_parts(), *signatures, *arguments)
+
+
+def _name(weight: torch.Tensor, transposed: bool) -> str:
+    return f"conv{'_transpose' if transposed else ''}{weight.ndim - 2}d"
 
 
 @dispatch.register(
@@ -159,112 +355,130 @@ def _fitter(config: _Convolution, exchange: Exchange, grow_sparse: bool) -> Call
 )
 def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.convolution``."""
-    config = _Convolution.of(args[1].ndim - 2, args[3:])
-    input, weight, bias = dispatch.as_dtensors(config.name, input=args[0], weight=args[1], bias=args[2])
-    config.check_output_padding()
-    (result,) = dispatch.plain_result(op, input, weight, bias, *config.spread())
-    mesh = input.device_mesh
-    roles, groups = _roles(input.placements, weight.placements, mesh, config)
-    placements = [role.output for role in roles]
-    if done := dispatch.outside(input, [result], [placements]):
+    input, weight, bias = dispatch.as_dtensors(_name(args[1], args[6]), input=args[0], weight=args[1], bias=args[2])
+    program = _program(False, input, weight, bias, *args[3:])
+    mesh, result = input.device_mesh, program.output
+    if done := dispatch.outside(input, [result], [program.placements]):
         return done[0]
-    input = dispatch.redistribute(input, [role.input for role in roles], op)
-    weight = dispatch.redistribute(weight, [role.weight for role in roles])
-    bias = bias if bias is None else dispatch.redistribute(bias, [role.bias for role in roles])
-    summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
+    input = dispatch.redistribute(input, program.input, op)
+    weight = dispatch.redistribute(weight, program.weight)
+    bias = bias if bias is None else dispatch.redistribute(bias, program.bias)
 
-    target = layout(result.shape, mesh, placements)
-    exchange = exchange_between(
-        layout(input.shape, mesh, input.placements), target, config.windows(weight.shape[2:], mirrored=config.transposed)
-    )
+    def kernel(source: Source, coordinate: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        bias = None if any(coordinate[axis] for axis in program.summed) else bias
+        whole, bulk, strips = program.work(coordinate)
+        if whole is None:
+            out = anchor(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
+            return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
+        if bulk is None:
+            return aten.convolution(source.over(whole.recipe), weight, bias, *whole.call)
+        out = aten.convolution(source.held(bulk.recipe), weight, bias, *bulk.call)
+        for group in strips:
+            _write(out, group, aten.convolution(_stacked(source, group), weight, bias, *group[0].call))
+        return out
 
-    def kernel(
-        region: torch.Tensor,
-        here: _Convolution,
-        coordinate: tuple[int, ...],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        bias = None if any(coordinate[axis] for axis in summed) else bias
-        shape = target.owned(coordinate).shape
-        if region.numel() and weight.numel() and 0 not in shape:
-            return aten.convolution(region, weight, bias, *here.spread())
-        out = anchor(region.new_zeros(shape), region)
-        return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
+    shards = (None if tensor is None else dispatch.local(tensor) for tensor in (weight, bias))
+    out = run(kernel, laid_out(dispatch.local(input), input), program.exchange, mesh, *shards, format=program.source_format)
+    return dispatch.wrap(laid_out(out, result), mesh, program.placements, result)
 
-    shard = laid_out(dispatch.local(input), input)
-    fit = _fitter(config._replace(groups=groups), exchange, grow_sparse=config.transposed)
-    out = run(kernel, shard, exchange, mesh, fit, dispatch.local(weight), None if bias is None else dispatch.local(bias))
-    return dispatch.wrap(laid_out(out, result), mesh, placements, result)
+
+def _stacked(source: Source, group: Sequence[_Part]) -> torch.Tensor:
+    """What the parts read, one behind another along the batch."""
+    regions = [source.over(part.recipe) for part in group]
+    return regions[0] if len(regions) == 1 else torch.cat(regions)
+
+
+def _write(out: torch.Tensor, group: Sequence[_Part], values: torch.Tensor) -> None:
+    """Put the parts, one behind another along the batch of ``values``, where they belong."""
+    for part, value in zip(group, values.chunk(len(group)), strict=True):
+        out[part.cut].copy_(value)
 
 
 @dispatch.register(aten.convolution_backward.default, traffic="the halo of the gradient of the output")
 def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.convolution_backward``."""
     bias_sizes, *parameters, mask = args[3:]
-    config = _Convolution.of(args[2].ndim - 2, parameters)
-    grad, input, weight = dispatch.as_dtensors(f"{config.name} backward", grad_output=args[0], input=args[1], weight=args[2])
+    name = f"{_name(args[2], parameters[3])} backward"
+    grad, input, weight = dispatch.as_dtensors(name, grad_output=args[0], input=args[1], weight=args[2])
+    program = _program(True, input, weight, None, *parameters)
+    mesh = input.device_mesh
     # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
-    (output,) = dispatch.plain_result(aten.convolution.default, input, weight, None, *config.spread())
-    format = memory_format(output.shape, output.stride)
+    format = memory_format(program.output.shape, program.output.stride)
     shapes = tuple(input.shape), tuple(weight.shape), tuple(bias_sizes or ())
     formats = format, format, torch.contiguous_format
     results = [dispatch.Meta(shape, strides(shape, f), input.dtype) for shape, f in zip(shapes, formats, strict=True)]
-    mesh = input.device_mesh
-    roles, groups = _roles(input.placements, weight.placements, mesh, config)
-    placements = [
-        [role.grad_input for role in roles],
-        [role.grad_weight for role in roles],
-        [role.grad_bias for role in roles],
-    ]
     if dispatch.coordinate(mesh) is None:
         nothing = dispatch.local(input).new_empty(0)
         grads: list[torch.Tensor | None] = [nothing if wanted else None for wanted in mask]
     else:
-        grad = dispatch.redistribute(grad, [role.grad_output for role in roles])
-        grads = _local_gradients(config._replace(groups=groups), roles, grad, input, weight, mask)
+        grad = dispatch.redistribute(grad, program.grad_output)
+        grads = _local_gradients(program, grad, input, weight, mask)
     wrapped = [
-        None if shard is None else dispatch.wrap(laid_out(shard, result), mesh, placement, result)
-        for shard, placement, result in zip(grads, placements, results, strict=True)
+        None if shard is None else dispatch.wrap(laid_out(shard, result), mesh, placements, result)
+        for shard, placements, result in zip(grads, program.grads, results, strict=True)
     ]
     if wrapped[1] is not None:
         wrapped[1] = dispatch.redistribute(
-            wrapped[1], [_returned(*pair) for pair in zip(placements[1], weight.placements, strict=True)]
+            wrapped[1], [_returned(*pair) for pair in zip(program.grads[1], weight.placements, strict=True)]
         )
     return tuple(wrapped)
 
 
 def _local_gradients(
-    config: _Convolution, roles: list[Role], grad: DTensor, input: DTensor, weight: DTensor, mask: Sequence[bool]
+    program: _Program, grad: DTensor, input: DTensor, weight: DTensor, mask: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    mesh = input.device_mesh
-    input = dispatch.redistribute(input, [role.input for role in roles])
-    weight = dispatch.redistribute(weight, [role.weight for role in roles])
-    exchange = exchange_between(
-        layout(grad.shape, mesh, grad.placements),
-        layout(input.shape, mesh, input.placements),
-        config.windows(weight.shape[2:], mirrored=not config.transposed),
-    )
+    input = dispatch.redistribute(input, program.input)
+    weight = dispatch.redistribute(weight, program.weight)
 
     def kernel(
-        region: torch.Tensor, here: _Convolution, coordinate: tuple[int, ...], input: torch.Tensor, weight: torch.Tensor
+        source: Source, coordinate: tuple[int, ...], input: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        if region.numel() and input.numel() and weight.numel():
-            wanted = [mask[0], mask[1], False]
-            found = aten.convolution_backward(region, input, weight, None, *here.spread(), wanted)[:2]
+        input = dense(input, program.input_format)
+        whole, bulk, strips = program.work(coordinate)
+        if whole is None:
+            found = [anchor(torch.zeros_like(tensor), source.shard) for tensor in (input, weight)]
+        elif bulk is None:
+            found = aten.convolution_backward(source.over(whole.recipe), input, weight, None, *whole.call, [*mask[:2], False])
         else:
-            found = anchor(torch.zeros_like(input), region), anchor(torch.zeros_like(weight), region)
-        return tuple(tensor for tensor, wanted in zip(found, mask, strict=False) if wanted)
+            found = aten.convolution_backward(source.held(bulk.recipe), input, weight, None, *bulk.call, [*mask[:2], False])
+            for group in strips:
+                _mend(found, source, group, input, weight, mask)
+        return tuple(tensor for tensor, wanted in zip(found, mask[:2], strict=False) if wanted)
 
     found: list[torch.Tensor] = []
-    shard = laid_out(dispatch.local(grad), grad)
+    shard = laid_out(dispatch.local(grad), program.output)
     if mask[0] or mask[1]:
-        fit = _fitter(config, exchange, grow_sparse=not config.transposed)
-        found += run(kernel, shard, exchange, mesh, fit, laid_out(dispatch.local(input), input), dispatch.local(weight))
+        tensors = laid_out(dispatch.local(input), input), dispatch.local(weight)
+        found += run(kernel, shard, program.exchange, grad.device_mesh, *tensors, format=program.source_format)
     if mask[2]:
         found.append(shard.sum([0, *range(2, shard.ndim)]))
     grads = iter(found)
     return [next(grads) if wanted else None for wanted in mask]
+
+
+def _mend(
+    grads: Sequence[torch.Tensor],
+    source: Source,
+    group: Sequence[_Part],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    mask: Sequence[bool],
+) -> None:
+    """Add to the gradients of the bulk what it could not know: strips of the input's, and their share in the weight's."""
+    edges = [input[part.cut] for part in group]
+    edge = edges[0] if len(edges) == 1 else torch.cat(edges)
+    region = _stacked(source, group)
+    if mask[0]:
+        found, _, _ = aten.convolution_backward(region, edge, weight, None, *group[0].call, [True, False, False])
+        _write(grads[0], group, found)
+    if mask[1]:
+        for part, each in zip(group, region.chunk(len(group)), strict=True):
+            each[part.known].zero_()
+        # oneDNN's low-precision gradients of a weight are wrong on some small strips.
+        wide = torch.float32 if region.device.type == "cpu" and region.dtype.itemsize < 4 else region.dtype
+        region, edge, kernel = (tensor.to(wide) for tensor in (region, edge, weight))
+        _, found, _ = aten.convolution_backward(region, edge, kernel, None, *group[0].call, [False, True, False])
+        grads[1].add_(found)
 
 
 def _returned(computed: Placement, owner: Placement) -> Placement:

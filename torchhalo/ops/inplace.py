@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
 from torchhalo.broadcasting import aligned
-from torchhalo.exchange import anchor, assemble, group_places, start
+from torchhalo.exchange import anchor, assemble, group_places, received, recipe, start
 from torchhalo.geometry import Span, Window
 from torchhalo.layout import layout
 from torchhalo.relayout import relayout
@@ -238,10 +238,10 @@ def write(cut: Cut, value: DTensor) -> None:
 
     def kernel(into: torch.Tensor, shard: torch.Tensor, halo: torch.Tensor | None, coordinate: tuple[int, ...]) -> torch.Tensor:
         plan = exchange.plan(coordinate, places)
-        halo = None if halo is None else dispatch.wait(halo)
+        pieces = received(halo, shard, exchange, plan)
         own = target.owned(coordinate).spans[dim]
         mine = everything & own
-        part = assemble(shard, halo, exchange, plan, plan.exact)
+        part = assemble(shard, pieces, exchange.dims, recipe(exchange, plan, plan.exact))
         if not exchange.dims:
             part = part.narrow(dim, (mine.start - cut.start) // cut.step if mine.size else 0, mine.size)
         into[(*[slice(None)] * dim, mine.within(own.start))].copy_(part)

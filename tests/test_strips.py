@@ -1,0 +1,84 @@
+"""Bulk and strips: convolution of shards that are large beside their halos, computed in parts and at once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import DEVICE, assert_parity, simulated
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from torchhalo import windowed
+from torchhalo.ops import convolution
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, parts: bool) -> None:
+    seen: Counter[object] = Counter()
+    stock = convolution._Local.work
+
+    def work(self: convolution._Local, *args: object) -> convolution._Work:
+        found = stock(self, *args)  # type: ignore[arg-type]
+        strips = sum(map(len, found.strips))
+        cropped = found.bulk is not None and not found.bulk.recipe.untouched
+        seen[len(self.exchange.dims), self.sparse, strips, cropped, len(found.strips) < strips] += 1
+        return found
+
+    monkeypatch.setattr(convolution._Local, "work", work)
+
+    @settings(max_examples=110 if parts else 15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        mesh = data.draw(st.sampled_from([(2,), (3,), (4,), (2, 2)]))
+        transposed = data.draw(st.booleans())
+        dilation = data.draw(st.integers(1, 2))
+        stride = data.draw(st.sampled_from([1, 1, 2, 3]))
+        kernel = data.draw(st.integers(2, 4)) if transposed else data.draw(st.sampled_from([2, 3, 3, 4, 5, 7]))
+        padding = (dilation * (kernel - 1) + 1 - stride + 1) // 2 if transposed else dilation * (kernel - 1) // 2
+        padding = max(0, padding + data.draw(st.sampled_from([0, 0, 0, -1])))
+        size = [data.draw(st.integers(4, 6)) * stride * n + data.draw(st.sampled_from([0, 0, 1, 2])) for n in mesh]
+        dims = list(range(2, 2 + len(mesh)))
+        if len(mesh) == 1:
+            dims = [data.draw(st.sampled_from([2, 3]))]
+            size.insert(3 - dims[0], 13)
+        groups = data.draw(st.sampled_from([1, 2]))
+        batch = data.draw(st.sampled_from([1, 2]))
+        with simulated(math.prod(mesh)):
+            devices = init_device_mesh(DEVICE, mesh)
+            with maybe_disable_local_tensor_mode():
+                x = torch.randn(batch, 4, *size, dtype=torch.float64, device=DEVICE)
+                if data.draw(st.booleans()):
+                    x = x.contiguous(memory_format=torch.channels_last)
+                w = torch.randn(4, 4 // groups, kernel, kernel, dtype=torch.float64, device=DEVICE)
+                b = torch.randn(4 // groups * groups, dtype=torch.float64, device=DEVICE)
+            op = F.conv_transpose2d if transposed else F.conv2d
+
+            def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                return op(x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+            everywhere = [Replicate()] * len(mesh)
+            placements = [Shard(dim) for dim in dims]
+            needs_grad = data.draw(st.sampled_from([[True, True, True], [False, True, True], [True, False, True]]))
+            with windowed.in_parts(parts):
+                assert_parity(function, [x, w, b], devices, [placements, everywhere, everywhere], needs_grad=needs_grad)
+
+    check()
+    for dims in (1, 2):
+        for sparse in (True, False):
+            strips = {strips for d, side, strips, _, _ in seen if (d, side) == (dims, sparse)}
+            assert strips == {0} if not parts else {1, 2} <= strips, (dims, sparse, seen)
+    if parts:
+        assert {(side, True) for _, side, _, cropped, _ in seen if cropped} == {(True, True), (False, True)}, seen
+        assert any(stacked for *_, stacked in seen), seen
+
+
+def test_small_shards_are_computed_at_once_and_large_ones_in_parts() -> None:
+    for size, expected in ((windowed.ENOUGH["cpu"] - 1, False), (windowed.ENOUGH["cpu"], True)):
+        assert windowed.worthwhile(size, "cpu") is expected
