@@ -66,12 +66,16 @@ def shard(source: Any, mesh: DeviceMesh, dims: int | Sequence[int] | None = None
         stride, dtype = source.stride(), source.dtype
     else:
         stride = torch.empty(shape, device="meta").stride()
-        dtype = torch.as_tensor(source[(slice(0, 0),) * len(shape)]).dtype
+        dtype = _copied(source[(slice(0, 0),) * len(shape)]).dtype
     if found is None:
         return dispatch.wrap(torch.empty(0, dtype=dtype), mesh, placements, dispatch.Meta(shape, stride, dtype))
-    part = source[_cuts(layout(shape, mesh, placements).owned(found))]
-    part = part.clone(memory_format=torch.preserve_format) if isinstance(part, torch.Tensor) else torch.as_tensor(part).clone()
+    part = _copied(source[_cuts(layout(shape, mesh, placements).owned(found))])
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _copied(part: Any) -> torch.Tensor:
+    """A tensor of its own; also of an array that may only be read, of which `torch.as_tensor` would warn."""
+    return part.clone(memory_format=torch.preserve_format) if isinstance(part, torch.Tensor) else torch.tensor(part)
 
 
 def store(tensor: DTensor, target: Any) -> None:

@@ -6,14 +6,15 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import torchhalo
 from torchhalo import demo
 from torchhalo.arrays import placements_for
 from torchhalo.check import TOLERANCE, check, named
+from torchhalo.launch import RankError
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
 
@@ -40,16 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "Train a small network on an image sharded over local processes, beside one process, and compare."
+    about = "Train a small U-Net on a large image sharded over local processes, beside one process, and compare."
     parser = commands.add_parser("demo", help=about, description=about)
     parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the height (default: 2)")
     parser.add_argument("--mesh", type=_mesh, metavar="HxW", help="processes along height and width, such as 2x2")
     parser.add_argument(
-        "--size", type=_size, default="1024", metavar="S", help="of the image, 512 or 512x768 (default: %(default)s)"
+        "--size", type=_size, default="768x1024", metavar="S", help="of the image, 512 or 512x768 (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=_positive, default=8, metavar="N", help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and image (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and image (default: %(default)s)")
+    parser.add_argument(
+        "--picture", type=Path, default="torchhalo-demo.png", metavar="PATH", help="to write (default: %(default)s)"
+    )
+    parser.add_argument("--no-picture", action="store_const", const=None, dest="picture", help="write none")
     parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
 
 
@@ -57,14 +62,16 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     mesh = _agreed_mesh(parser, arguments)
     settings = demo.Settings(arguments.size, mesh, arguments.steps, arguments.seed, DTYPES[arguments.dtype])
     try:
-        comparison = demo.compare(settings)
-    except (ProcessExitedException, ProcessRaisedException) as error:
-        print(f"torchhalo demo: rank {error.error_index} failed, the others were ended. {error}", file=sys.stderr)
+        comparison = demo.compare(settings, arguments.picture)
+    except RankError as error:
+        print(f"torchhalo demo: rank {error.rank} failed, the others were ended. {error.reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("torchhalo demo: interrupted", file=sys.stderr)
         return 130
     print(comparison.table())
+    if arguments.picture is not None:
+        print(f"\npicture: {arguments.picture}")
     if not comparison.equal:
         print("FAILED: the ranks and one process differ by more than the tolerance")
         return 1

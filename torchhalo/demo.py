@@ -1,4 +1,4 @@
-"""Train a small convolution network on one image, sharded over local processes and whole in one process, and compare.
+"""Train a small U-Net on one large image, sharded over local processes and whole in one process, and compare.
 
 Every process that trains is started for it alone, so that its peak memory is the training's own, and no rank ever holds more
 of the image than its box.
@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor
 
-import torchhalo
-from torchhalo import dispatch
-from torchhalo.geometry import Box
-from torchhalo.layout import Layout, layout
+from torchhalo import dispatch, picture
+from torchhalo.arrays import shard, store
+from torchhalo.launch import on_ranks, peak_memory
+from torchhalo.parallel import parallelize, plain_state_dict, unparallelize
 
-TIMEOUT = timedelta(seconds=60)
 WARM_UP = (16, 16)
-# Sums over the image are cut differently, so the last bits of the gradients differ; nothing else may.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PANEL = 512
+WHOLE = (slice(None),) * 4
+# Sums over the image are cut differently, so the last bits of the gradients differ, and each step of training amplifies that:
+# in one process, the default steps in float32 end 3e-5 from those in float64, and 3e-2 in bfloat16. More steps need some room.
+# Naive tiling is off by 0.4, and what is not rounding shows in float64.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
 class Settings(NamedTuple):
@@ -63,7 +64,7 @@ class Report(NamedTuple):
 
     Attributes:
         losses: One per step.
-        weights: The final parameters, all of them in one flat tensor.
+        weights: The final parameters and buffers, all of them in one flat tensor.
         memory: By how many bytes training raised the peak memory of the process above that of a tiny warm-up.
         sent: How many bytes of halos the rank sent per step.
     """
@@ -74,146 +75,152 @@ class Report(NamedTuple):
     sent: int
 
 
-class Model(nn.Module):
-    """Convolution, strided convolution and transposed convolution back up to the size of the image."""
+@dataclass(frozen=True)
+class Scene:
+    """An image of discs in noise, or where the discs are: an array that is made, where it is read, from global coordinates.
 
-    def __init__(self) -> None:
+    Attributes:
+        shape: Batch, channels, height and width.
+        seed: Another one gives other discs and other noise.
+        dtype: Of the values.
+        labels: Whether it holds 1 inside discs and 0 outside, instead of the image.
+    """
+
+    shape: tuple[int, int, int, int]
+    seed: int
+    dtype: torch.dtype
+    labels: bool = False
+
+    def __getitem__(self, cuts: tuple[slice, ...]) -> torch.Tensor:
+        places = [torch.arange(size)[cut] for size, cut in zip(self.shape, cuts, strict=True)]
+        _, channel, y, x = torch.meshgrid(*places, indexing="ij")
+        # Integers first, so that a value is the same, to the last bit, in whatever box its coordinate lies.
+        disc = self._disc(y, x)
+        if self.labels:
+            return disc.to(self.dtype)
+        shade = (y + 2 * x) % 512 - 256
+        noise = _hashed(y, x, channel + 3 * self.seed) % 1024 - 512
+        return ((disc * 512 + shade.abs() // 2 + noise).to(torch.float32) / 512 - 0.5).to(self.dtype)
+
+    def _disc(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Whether a point lies in a disc; each cell of a coarse grid has one, somewhere and of some size."""
+        cell = 90
+        chance = _hashed(y // cell, x // cell, torch.tensor(self.seed))
+        radius = 12 + chance % 21
+        slack = cell // 2 - radius
+        down, right = (cell // 2 + (chance >> bits) % (2 * slack) - slack for bits in (8, 16))
+        return ((y % cell - down) ** 2 + (x % cell - right) ** 2 < radius**2).to(torch.int64)
+
+
+def _hashed(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Numbers below 2**31 that look random."""
+    mixed = (a * 73856093 ^ b * 19349663 ^ (c + 1) * 83492791) % 2**31
+    for _ in range(2):
+        mixed = ((mixed ^ mixed >> 15) * 1103515245 + 12345) % 2**31
+    return mixed ^ mixed >> 15
+
+
+class UNet(nn.Module):
+    """Pooling down, transposed convolution up, a skip connection on each level, for images of any size."""
+
+    def __init__(self, channels: Sequence[int] = (8, 16, 32)) -> None:
         super().__init__()
-        self.wide = nn.Conv2d(3, 16, 5, padding=2)
-        self.down = nn.Conv2d(16, 32, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(32, 3, 3, stride=2, padding=1)
+        pairs = list(pairwise(channels))
+        self.first = _block(3, channels[0])
+        self.down = nn.ModuleList(_block(high, low) for high, low in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(low, high, 3, stride=2, padding=1) for high, low in reversed(pairs))
+        self.merge = nn.ModuleList(_block(2 * high, high) for high, _ in reversed(pairs))
+        self.last = nn.Conv2d(channels[0], 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        hidden = self.down(self.wide(image).relu()).relu()
-        restored: torch.Tensor = self.up(hidden, output_size=list(image.shape[2:]))
-        return restored
+        levels = [self.first(image)]
+        for down in self.down:
+            levels.append(down(F.max_pool2d(levels[-1], 2, ceil_mode=True)))
+        x = levels.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            skip = levels.pop()
+            x = merge(torch.cat([skip, up(x, output_size=list(skip.shape[2:]))], dim=1))
+        result: torch.Tensor = self.last(x)
+        return result
 
 
-def sample(box: Box, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``box`` holds of the noisy image and of the clean one, from nothing but its global coordinates.
-
-    Args:
-        box: Spans along batch, channel, height and width.
-    """
-    _, channel, y, x = (
-        torch.arange(*span).view([-1 if dim == at else 1 for at in range(4)]) for dim, span in enumerate(box.spans)
-    )
-    # Integers first, so that a value is the same, to the last bit, wherever in a shard its coordinate lies.
-    clean = (_triangle(y + 20 * channel) * _triangle(x - 10 * channel)).to(torch.float32) / 2**10
-    hashed = (y * 73856093 + x * 19349663 + channel * 83492791 + seed * 40503) % 2**31
-    hashed = ((hashed ^ hashed >> 15) * 1103515245 + 12345) % 2**31
-    noise = hashed.to(torch.float32) / 2**31 - 0.5
-    return (clean + noise).to(dtype).expand(box.shape), clean.to(dtype).expand(box.shape)
+def _block(inputs: int, outputs: int) -> nn.Sequential:
+    # The running statistics must keep up with a handful of steps.
+    norm = nn.BatchNorm2d(outputs, momentum=0.5)
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), norm, nn.ReLU())
 
 
-def _triangle(position: torch.Tensor) -> torch.Tensor:
-    """A wave from -32 to 32 with a period of 128."""
-    return (position % 128 - 64).abs() - 32
+def work(settings: Settings, folder: str) -> Report:
+    """One rank: warm up, train, and leave predictions in ``folder``."""
+    mesh = init_device_mesh("cpu", settings.mesh) if settings.mesh else None
+    with _counted() as counts:
+        train(settings._replace(size=WARM_UP, steps=1), mesh, show=False)
+        counts.clear()
+        before = peak_memory()
+        model, image, losses = train(settings, mesh, show=dist.get_rank() == 0)
+        memory = peak_memory() - before
+    sent = sum(counts) // settings.steps
+    values = [value.flatten() for value in plain_state_dict(model).values() if value.is_floating_point()]
+    predict(settings, model, image, Path(folder))
+    return Report(losses, torch.cat(values), memory, sent)
 
 
-def train(settings: Settings, mesh: DeviceMesh | None, show: bool) -> tuple[list[float], torch.Tensor]:
-    """Train on one rank of ``mesh``, or in this process alone if it is None; the losses and the final weights."""
+def train(settings: Settings, mesh: DeviceMesh | None, show: bool) -> tuple[nn.Module, torch.Tensor, list[float]]:
+    """Train on one rank of ``mesh``, or in this process alone if it is None; the model, the image and the losses."""
     torch.manual_seed(settings.seed)
-    model: nn.Module = Model().to(settings.dtype)
-    shape = (1, 3, *settings.size)
-    if mesh is None:
-        whole = Layout(shape, mesh_shape=(), cuts=((),) * len(shape))
-        noisy, clean = sample(whole.owned(()), settings.seed, settings.dtype)
-    else:
-        model = distribute_module(model, mesh)
-        noisy, clean = _sharded_sample(settings, shape, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model: nn.Module = UNet().to(settings.dtype)
+    image, labels = (scene[WHOLE] if mesh is None else shard(scene, mesh, (2, 3)[: mesh.ndim]) for scene in scenes(settings))
+    if mesh is not None:
+        parallelize(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
     losses = []
     for step in range(settings.steps):
         optimizer.zero_grad()
-        loss = F.mse_loss(model(noisy), clean)
+        loss = F.binary_cross_entropy_with_logits(model(image), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(float(_plain(loss)))
+        losses.append(loss.item())
         if show:
-            print(f"  step {step + 1}/{settings.steps}: loss {losses[-1]:.6f}", file=sys.stderr, flush=True)
-    return losses, torch.cat([_plain(parameter).flatten() for parameter in model.parameters()])
+            _progress(step + 1, settings.steps, losses[-1])
+    return model, image, losses
 
 
-def _sharded_sample(settings: Settings, shape: Sequence[int], mesh: DeviceMesh) -> list[DTensor]:
-    placements = [Shard(2), Shard(3)][: mesh.ndim]
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    box = layout(shape, mesh, placements).owned(coordinate)
-    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return [
-        DTensor.from_local(shard.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
-        for shard in sample(box, settings.seed, settings.dtype)
-    ]
+def scenes(settings: Settings) -> tuple[Scene, Scene]:
+    """The image, and what is to be seen in it."""
+    image = Scene((1, 3, *settings.size), settings.seed, settings.dtype)
+    return image, replace(image, shape=(1, 1, *settings.size), labels=True)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def _progress(step: int, steps: int, loss: float) -> None:
+    """A bar on a terminal, a line elsewhere."""
+    text = f"step {step}/{steps}: loss {loss:.6f}"
+    if sys.stderr.isatty():
+        done = 30 * step // steps
+        text = f"\r  [{'#' * done}{'.' * (30 - done)}] {text}" + "\n" * (step == steps)
+    else:
+        text = f"  {text}\n"
+    print(text, end="", file=sys.stderr, flush=True)
 
 
-def run(settings: Settings) -> list[Report]:
-    """Train in processes of their own, one per rank; what each of them reports.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: A rank failed; the others have been ended.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        with _frugal_heap():
-            processes = torch.multiprocessing.spawn(
-                _work, args=(settings, folder), nprocs=settings.ranks, join=False, daemon=True
-            )
-        assert processes is not None
-        try:
-            while not processes.join(grace_period=5):
-                pass
-        finally:
-            for process in processes.processes:
-                process.kill()
-                process.join()
-        return [Report(**torch.load(Path(folder) / f"{rank}.pt")) for rank in range(settings.ranks)]
-
-
-@contextlib.contextmanager
-def _frugal_heap() -> Iterator[None]:
-    """Processes started inside give freed tensors back to the system at once, so that peak memory is that of live tensors."""
-    name = "MALLOC_MMAP_THRESHOLD_"  # glibc's; others do not read it
-    before = os.environ.get(name)
-    os.environ[name] = str(2**20)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _work(rank: int, settings: Settings, folder: str) -> None:
-    """One rank: start up, warm up, train, and leave the report in ``folder``."""
-    # torch has the system interrupt this process when its parent is gone. But a shell makes what it runs in the background
-    # ignore interrupts, and then this rank would live on.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch.set_num_threads(max(1, torch.get_num_threads() // settings.ranks))
-    with _world(rank, settings, folder) as mesh, torchhalo.enable(), _counted() as counts:
-        train(settings._replace(size=WARM_UP, steps=1), mesh, show=False)
-        counts.clear()
-        before = _peak_memory()
-        losses, weights = train(settings, mesh, show=rank == 0)
-        memory = _peak_memory() - before
-    report = Report(losses, weights, memory, sum(counts) // settings.steps)
-    torch.save(report._asdict(), Path(folder) / f"{rank}.pt")
-
-
-@contextlib.contextmanager
-def _world(rank: int, settings: Settings, folder: str) -> Iterator[DeviceMesh | None]:
-    if not settings.mesh:
-        yield None
+@torch.no_grad()
+def predict(settings: Settings, model: nn.Module, image: torch.Tensor, folder: Path) -> None:
+    """Write what the trained model makes of the image; of a sharded one also what it makes of each shard by itself."""
+    model.eval()
+    if not isinstance(image, DTensor):
+        canvas(settings, folder, "whole").copy_(model(image).sigmoid())
         return
-    store = dist.FileStore(str(Path(folder) / "store"), settings.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.ranks, timeout=TIMEOUT)
-    yield init_device_mesh("cpu", settings.mesh)
-    # Not in a `finally`: after an error the other ranks are ended, and saying goodbye to them would only take time.
-    dist.destroy_process_group()
+    store(model(image).sigmoid(), canvas(settings, folder, "sharded"))
+    unparallelize(model)
+    tile, target = image.to_local(), canvas(settings, folder, "tiled")
+    alone = model(tile).sigmoid() if tile.numel() else tile[:, :1]
+    placed = image.device_mesh, image.placements
+    store(DTensor.from_local(alone, *placed, run_check=False, shape=target.shape, stride=target.stride()), target)
+
+
+def canvas(settings: Settings, folder: Path, name: str) -> torch.Tensor:
+    """A prediction in a file that all processes share."""
+    shape = (1, 1, *settings.size)
+    return torch.from_file(str(folder / name), shared=True, size=math.prod(shape), dtype=settings.dtype).view(shape)
 
 
 @contextlib.contextmanager
@@ -233,24 +240,17 @@ def _counted() -> Iterator[list[int]]:
         dispatch.all_to_all = exchange
 
 
-def _peak_memory() -> int:
-    """The most memory that this process has had so far, in bytes."""
-    with contextlib.suppress(OSError):
-        # Unlike ru_maxrss this does not count what the parent had when it started this process.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 class Comparison(NamedTuple):
-    """One process against the ranks."""
+    """One process against the ranks.
+
+    Attributes:
+        errors: By how much predictions differ from those of one process, at most: sharded ones, and those of naive tiling.
+    """
 
     settings: Settings
     whole: Report
     ranks: list[Report]
+    errors: tuple[float, float]
 
     @property
     def loss_difference(self) -> float:
@@ -260,15 +260,15 @@ class Comparison(NamedTuple):
 
     @property
     def weight_difference(self) -> float:
-        """The largest difference of final weights, over ranks."""
+        """The largest difference of final weights and running statistics, over ranks."""
         weights = torch.stack([report.weights for report in self.ranks])
         return float((weights - self.whole.weights).abs().max())
 
     @property
     def equal(self) -> bool:
-        """Whether both differences fit the dtype; one that is not a number does not."""
+        """Whether all differences fit the dtype; one that is not a number does not."""
         tolerance = TOLERANCE[self.settings.dtype]
-        return self.loss_difference <= tolerance and self.weight_difference <= tolerance
+        return all(found <= tolerance for found in (self.loss_difference, self.weight_difference, self.errors[0]))
 
     def table(self) -> str:
         """Losses, differences, memory and what was sent, to read."""
@@ -279,9 +279,11 @@ class Comparison(NamedTuple):
         mib = 2**20
         lines += [
             "",
-            f"largest difference of losses   {self.loss_difference:.1e}",
-            f"largest difference of weights  {self.weight_difference:.1e}",
-            f"tolerance                      {TOLERANCE[self.settings.dtype]:.1e}",
+            f"largest difference of losses       {self.loss_difference:.1e}",
+            f"largest difference of weights      {self.weight_difference:.1e}",
+            f"largest difference of predictions  {self.errors[0]:.1e}",
+            f"tolerance                          {TOLERANCE[self.settings.dtype]:.1e}",
+            f"naive tiling, for comparison: predictions differ by {self.errors[1]:.1e}",
             "",
             f"{'':<12}  {'peak memory':>12}  {'of one process':>14}  {'halos sent per step':>19}",
             f"{'one process':<12}  {self.whole.memory / mib:>8.1f} MiB",
@@ -294,14 +296,48 @@ class Comparison(NamedTuple):
         return "\n".join(lines)
 
 
-def compare(settings: Settings) -> Comparison:
-    """Train sharded over ``settings.mesh``, then in one process."""
+def compare(settings: Settings, path: Path | None = None) -> Comparison:
+    """Train sharded over ``settings.mesh``, then in one process; draw a picture at ``path``.
+
+    Raises:
+        RankError: A rank failed; the others have been ended.
+    """
     height, width = settings.size
     kind = str(settings.dtype).removeprefix("torch.")
     mesh = "x".join(map(str, settings.mesh))
     print(f"image 1x3x{height}x{width}, {kind}, {settings.steps} steps", file=sys.stderr, flush=True)
-    print(f"{settings.ranks} ranks, mesh {mesh}:", file=sys.stderr, flush=True)
-    ranks = run(settings)
-    print("one process:", file=sys.stderr, flush=True)
-    (whole,) = run(settings._replace(mesh=()))
-    return Comparison(settings, whole, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("whole", "sharded", "tiled"):
+            canvas(settings, Path(folder), name)
+        print(f"{settings.ranks} ranks, mesh {mesh}:", file=sys.stderr, flush=True)
+        ranks = on_ranks(work, settings.ranks, settings, folder)
+        print("one process:", file=sys.stderr, flush=True)
+        (whole,) = on_ranks(work, 1, settings._replace(mesh=()), folder)
+        expected, *found = (canvas(settings, Path(folder), name) for name in ("whole", "sharded", "tiled"))
+        errors = [(prediction - expected).abs().float() for prediction in found]
+        comparison = Comparison(settings, whole, ranks, (float(errors[0].max()), float(errors[1].max())))
+        if path is not None:
+            draw(path, scenes(settings)[0][WHOLE], expected, *errors)
+    return comparison
+
+
+def draw(path: Path, image: torch.Tensor, prediction: torch.Tensor, sharded: torch.Tensor, tiled: torch.Tensor) -> None:
+    """Four panels: image, prediction, and the errors of both ways to cut the image, in the same colours."""
+    image, prediction = (_fitted(values, F.avg_pool2d) for values in (image, prediction))
+    most = [float(values.max()) for values in (sharded, tiled)]
+    # The largest of each patch: the mean would hide a thin seam.
+    maps = [_fitted(values, F.max_pool2d)[0] / max(*most, torch.finfo().tiny) for values in (sharded, tiled)]
+    panels = [
+        ("image", (image - image.min()) / (image.max() - image.min()).clamp(min=torch.finfo().tiny)),
+        ("prediction", picture.blend(prediction[0], (0.05, 0.1, 0.25), (1.0, 0.85, 0.3))),
+        (f"error, sharded: at most {most[0]:.0e}", picture.heat(maps[0])),
+        (f"error, naive tiles: at most {most[1]:.0e}", picture.heat(maps[1])),
+    ]
+    picture.save(path, panels)
+
+
+def _fitted(values: torch.Tensor, pool: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The first of a batch, made smaller or larger by a whole number, to fill a panel."""
+    longest = max(values.shape[2:])
+    small = pool(values.float(), math.ceil(longest / PANEL), ceil_mode=True)
+    return F.interpolate(small, scale_factor=max(1, PANEL // longest))[0]
