@@ -23,9 +23,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhalo
+from torchhalo import windowed
 
 TIMEOUT = 300
 DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")  # of the simulated ranks; the gloo ones are on the CPU
+if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that can be, 0 never; else by size
+    windowed.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
 
 
 @contextlib.contextmanager

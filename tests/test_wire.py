@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from torchhalo import windowed
+
 Pairs = list[set[int]]  # for each output coordinate along a dim, the inputs that it reads
 
 
@@ -97,10 +99,12 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
-def test_only_halos_travel(name: str) -> None:
+def test_only_halos_travel(name: str, parts: bool) -> None:
     for mesh, size in [((2,), (24,)), ((4,), (24,)), ((3,), (25,)), ((2, 2), (16, 17))]:
-        check(mesh, size, *KERNELS[name])
+        with windowed.in_parts(parts):
+            check(mesh, size, *KERNELS[name])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

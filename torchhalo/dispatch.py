@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ __all__ = [
     "signature",
     "spoil",
     "stock",
+    "traced",
     "tracing",
     "wait",
     "without_partial",
@@ -469,7 +471,7 @@ def local(tensor: DTensor) -> torch.Tensor:
 def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> DTensor:
     """The DTensor with global ``meta`` of which this rank holds ``shard``."""
     key = _spec, tuple(placements), meta
-    spec = _spec(mesh, *key[1:]) if tracing() else prepared(mesh, *key)
+    spec = _spec(mesh, *key[1:]) if traced(shard) else prepared(mesh, *key)
     return DTensor(_bare(shard), spec, requires_grad=False)
 
 
@@ -490,7 +492,7 @@ def signature(tensor: DTensor) -> Signature:
     spec = tensor._spec
     assert spec.tensor_meta is not None
     shape, stride, dtype = spec.tensor_meta
-    if tracing():
+    if traced(tensor._local_tensor):
         shape, stride = torch.Size(map(int, shape)), tuple(map(int, stride))
     return Signature(spec.placements, Meta(tuple(shape), stride, dtype), tensor._local_tensor.device.type)
 
@@ -626,6 +628,8 @@ def without_partial(placements: Sequence[Placement]) -> list[Placement]:
 
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
+    if len({id(t._spec.mesh) if isinstance(t, DTensor) else 0 for t in tensors.values() if t is not None}) == 1:
+        return tuple(tensors.values())
     meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
     first, mesh = next(iter(meshes.items()))
     for key, other in meshes.items():
@@ -758,15 +762,61 @@ def tracing() -> bool:
     return funcol._are_we_tracing()
 
 
+def traced(tensor: torch.Tensor) -> bool:
+    """Whether torch.compile is recording what happens to ``tensor``; sooner answered than `tracing`."""
+    return type(tensor) not in _PLAIN and tracing()
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
 
     The result is for `wait`; what comes between overlaps with the communication.
     """
-    if tracing() or local_tensor_mode():
+    if traced(tensor) or local_tensor_mode():
         return funcol.all_to_all_single(tensor, list(received), list(sent), group)
     # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
     return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
+
+
+class Aside:
+    """Work that needs nothing of what is queued on the device meanwhile: it may run beside it.
+
+    What is inside starts after all that was queued when this object was made, and what comes after it waits for both. Only on a
+    CUDA device does it make a difference; elsewhere the work runs in its turn.
+
+    Example:
+        >>> aside = Aside(torch.ones(3))
+        >>> longer = torch.ones(10_000).sum()
+        >>> with aside:
+        ...     short = torch.ones(3).sum()
+    """
+
+    _made = threading.local()  # two threads, such as autograd's, must not record the same event
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._here: torch.cuda.Stream | None = None
+        if like.is_cuda and type(like) in _PLAIN:
+            self._here = torch.cuda.current_stream(like.device)
+            made = self._made.__dict__.setdefault("by_device", {})
+            if like.device not in made:
+                # First in line: the blocks of a long kernel that waits for its turn would keep the short ones out to its end.
+                made[like.device] = torch.cuda.Stream(like.device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
+            self._there, self._start, self._end = made[like.device]
+            self._start.record(self._here)
+
+    def __enter__(self) -> None:
+        if self._here is not None:
+            self._there.wait_event(self._start)
+            torch.cuda.set_stream(self._there)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._here is not None:
+            self._end.record(self._there)
+            torch.cuda.set_stream(self._here)
+            self._here.wait_event(self._end)
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
@@ -807,7 +857,7 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
     if isinstance(tensor, funcol.AsyncCollectiveTensor):
         return tensor.wait()
-    return tensor if tracing() else torch.ops._c10d_functional.wait_tensor(tensor)
+    return tensor if traced(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import count, product
 from math import prod
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ Order = tuple[int, ...] | None
 Index = tuple[slice, ...]
 
 
-class Exchange(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Exchange:
     """What every rank knows: how source and target are cut, and what a span of the target reads along each of ``dims``.
 
     Attributes:
@@ -42,14 +44,21 @@ class Exchange(NamedTuple):
     dims: tuple[int, ...]
     windows: tuple[Relation, ...]
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes over which the halos travel, flattened into one."""
         return tuple(sorted(axis for dim in self.dims for axis in self.source.cuts[dim]))
 
     def needed(self) -> bool:
         """Whether any rank needs what it does not own; where none does, nothing is sent."""
-        return _needed(self)
+        return self._needed
+
+    @cached_property
+    def _needed(self) -> bool:
+        lines = _lines(self)
+        everyone = [range(len(line.target)) for line in lines]
+        wanting = all(any(line.needs(part) for part in parts) for line, parts in zip(lines, everyone, strict=True))
+        return wanting and any(line.lacks(part) for line, parts in zip(lines, everyone, strict=True) for part in parts)
 
     def needs(self, part: Box) -> Box:
         """The smallest box over ``dims`` that holds all that ``part`` of the target reads."""
@@ -66,7 +75,8 @@ class Exchange(NamedTuple):
         return _plan(self, tuple(coordinate), places)
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan:
     """What one rank sends and receives, as boxes over the exchange's dims, in the order of the buffers.
 
     Attributes:
@@ -75,6 +85,7 @@ class Plan(NamedTuple):
         needs: The smallest box that holds that.
         sends, receives: The boxes on the wire.
         sent, received: How many elements go to, and come from, each member of the group.
+        recipes: Those that were asked for so far.
     """
 
     owned: Box
@@ -84,6 +95,7 @@ class Plan(NamedTuple):
     receives: tuple[Box, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    recipes: dict[Box | Grid, Recipe] = field(default_factory=dict)
 
 
 class _Line(NamedTuple):
@@ -118,14 +130,6 @@ def _meeting(parts: tuple[Span, ...], span: Span) -> range:
     """The indices of the parts, which are in ascending order, that may intersect ``span``."""
     first = bisect_right(parts, span.start, key=lambda part: part.stop)
     return range(first, bisect_left(parts, span.stop, key=lambda part: part.start))
-
-
-@lru_cache(maxsize=4096)
-def _needed(exchange: Exchange) -> bool:
-    lines = _lines(exchange)
-    everyone = [range(len(line.target)) for line in lines]
-    wanting = all(any(line.needs(part) for part in parts) for line, parts in zip(lines, everyone, strict=True))
-    return wanting and any(line.lacks(part) for line, parts in zip(lines, everyone, strict=True) for part in parts)
 
 
 @lru_cache(maxsize=1024)
@@ -215,7 +219,7 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
         frame = plan.exact if exact else plan.needs
         if back is None and frame in (plan.owned, _grid(plan.owned)):
             return region
-        out = _empty(region, _resized(region, exchange, plan.owned)).zero_()
+        out = empty(region, resized(region.shape, exchange.dims, plan.owned.shape)).zero_()
         for own in _common(plan.owned, frame):
             out[index(exchange, own, plan.owned)] = region[index(exchange, own, frame)]
         if back is None:
@@ -241,8 +245,7 @@ def _transfer(
     def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
         cuts, counts = _cuts(exchange, coordinate, places, back, exact)
         rest = _rest(tensor, exchange)
-        flat = [_flat(tensor[cut], order) for cut in cuts]
-        packed = anchor(torch.cat(flat) if flat else tensor.new_empty(0), tensor)
+        packed = anchor(_packed([tensor[cut] for cut in cuts], order) if cuts else tensor.new_empty(0), tensor)
         return packed, *(rest * count for count in counts)
 
     packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
@@ -261,8 +264,13 @@ def _cuts(
     return [index(exchange, box, origin) for box in pieces], counts
 
 
-def _flat(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+def _packed(pieces: list[torch.Tensor], order: Order) -> torch.Tensor:
+    """The pieces one behind another in a flat buffer, each in the order of memory."""
+    if order is not None:
+        pieces = [piece.permute(order) for piece in pieces]
+    if any(piece.shape[1:] != pieces[0].shape[1:] for piece in pieces):
+        pieces = [piece.reshape(-1) for piece in pieces]
+    return torch.cat(pieces).reshape(-1)
 
 
 class Recipe(NamedTuple):
@@ -286,9 +294,14 @@ class Recipe(NamedTuple):
     line: tuple[int, tuple[Index | int, ...]] | None
 
 
-@lru_cache(maxsize=4096)
 def recipe(exchange: Exchange, plan: Plan, region: Box | Grid) -> Recipe:
     """How to put together ``region``: ``plan.exact``, or a box, which may reach beyond the tensor."""
+    if region not in plan.recipes:
+        plan.recipes[region] = _recipe(exchange, plan, region)
+    return plan.recipes[region]
+
+
+def _recipe(exchange: Exchange, plan: Plan, region: Box | Grid) -> Recipe:
     kept = _common(plan.owned, region)
     landed = [(number, box, _shared(box, region)) for number, box in enumerate(plan.receives)]
     landed = [(number, box, part) for number, box, part in landed if part.size]
@@ -323,29 +336,46 @@ def _line(
 
 
 def assemble(
-    shard: torch.Tensor, pieces: Sequence[torch.Tensor], dims: Sequence[int], recipe: Recipe, fill: float = 0.0
+    shard: torch.Tensor,
+    pieces: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    recipe: Recipe,
+    fill: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A region, from the shard and what `received` gave, on one rank.
 
     Args:
         dims: The exchange's.
         fill: The value of what lies outside the tensor, or is not needed.
+        out: Where to put it; if not given, in a new tensor, or, where the region is the shard, nowhere.
     """
-    if recipe.untouched:
+    if recipe.untouched and out is None:
         return shard
     if recipe.line is not None:
         dim, parts = recipe.line
-        return torch.cat([pieces[part] if isinstance(part, int) else shard[part] for part in parts], dim)
-    shape = list(shard.shape)
-    for dim, size in zip(dims, recipe.region, strict=True):
-        shape[dim] = size
-    out = _empty(shard, shape)
+        return torch.cat([part_of(shard, pieces, part) for part in parts], dim, out=out)
+    if out is None:
+        out = empty(shard, resized(shard.shape, dims, recipe.region))
     if not recipe.whole:
         out.fill_(fill)
     for target, source in recipe.own:
         out[target].copy_(shard[source])
     for target, number, cut in recipe.landed:
         out[target].copy_(pieces[number] if cut is None else pieces[number][cut])
+    return out
+
+
+def part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor], part: Index | int) -> torch.Tensor:
+    """A part that `Recipe.line` names."""
+    return pieces[part] if isinstance(part, int) else shard[part]
+
+
+def resized(shape: Sequence[int], dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """``shape`` with other sizes along ``dims``."""
+    out = list(shape)
+    for dim, size in zip(dims, sizes, strict=True):
+        out[dim] = size
     return out
 
 
@@ -364,7 +394,7 @@ def _unpacked(
     if not boxes:
         return []
     pieces = flat.split([rest * box.size for box in boxes])
-    shapes = [_resized(like, exchange, box) for box in boxes]
+    shapes = [resized(like.shape, exchange.dims, box.shape) for box in boxes]
     if order is None:
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     back = [order.index(dim) for dim in range(len(order))]
@@ -399,14 +429,6 @@ def _rest(tensor: torch.Tensor, exchange: Exchange) -> int:
     return prod(size for dim, size in enumerate(tensor.shape) if dim not in exchange.dims)
 
 
-def _resized(tensor: torch.Tensor, exchange: Exchange, box: Box | Grid) -> list[int]:
-    """The shape of ``tensor`` with that of ``box`` along the exchange's dims."""
-    shape = list(tensor.shape)
-    for dim, size in zip(exchange.dims, box.shape, strict=True):
-        shape[dim] = size
-    return shape
-
-
 def index(exchange: Exchange, box: Box, origin: Box | Grid) -> Index:
     """Where ``box`` lies in a tensor that holds ``origin``."""
     index = [slice(None)] * len(exchange.source.shape)
@@ -415,7 +437,7 @@ def index(exchange: Exchange, box: Box, origin: Box | Grid) -> Index:
     return tuple(index)
 
 
-def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """An uninitialised tensor of ``shape`` whose dims lie in memory as those of ``like``."""
     order = sorted(range(like.ndim), key=like.stride, reverse=True)
     dense = like.new_empty([shape[dim] for dim in order])
@@ -444,4 +466,4 @@ def anchor(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
     dropped where the compiler sees that they are equal, which depends on the shard; so each call gets a number. Else the other
     ranks would wait forever.
     """
-    return _after(tensor, cause, next(_calls)) if dispatch.tracing() else tensor
+    return _after(tensor, cause, next(_calls)) if dispatch.traced(tensor) else tensor

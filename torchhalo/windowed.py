@@ -13,25 +13,51 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Order, Plan, Recipe, anchor, assemble, fold, group_places, received, recipe, start
+from torchhalo.exchange import (
+    Exchange,
+    Index,
+    Order,
+    Plan,
+    Recipe,
+    anchor,
+    assemble,
+    empty,
+    fold,
+    group_places,
+    part_of,
+    received,
+    recipe,
+    resized,
+    start,
+)
 from torchhalo.geometry import Box, Grid, Pieces, Relation, Span
 from torchhalo.layout import Layout, layout
 
 
 def exchange_between(source: Layout, target: Layout, windows: Mapping[int, Relation]) -> Exchange:
     """The exchange for an op that reads ``source`` through ``windows``, one per dim that it moves along."""
-    dims = tuple(dim for dim in sorted(windows) if source.cuts[dim])
-    return Exchange(source, target, dims, tuple(windows[dim] for dim in dims))
+    return _exchange(source, target, tuple((dim, windows[dim]) for dim in sorted(windows) if source.cuts[dim]))
+
+
+@lru_cache(maxsize=4096)
+def _exchange(source: Layout, target: Layout, windows: tuple[tuple[int, Relation], ...]) -> Exchange:
+    return Exchange(source, target, tuple(dim for dim, _ in windows), tuple(window for _, window in windows))
 
 
 class Source:
     """What one rank sees of a sharded tensor: its shard at once, the rest of what it needs when the halo has come."""
 
     def __init__(
-        self, shard: torch.Tensor, halo: torch.Tensor | None, exchange: Exchange, plan: Plan, order: Order, fill: float
+        self,
+        shard: torch.Tensor,
+        halo: torch.Tensor | None,
+        exchange: Exchange,
+        plan: Plan,
+        format: torch.memory_format,
+        fill: float,
     ) -> None:
         self.shard, self.exchange, self.plan = shard, exchange, plan
-        self._halo, self._order, self._fill = halo, order, fill
+        self._halo, self._format, self._order, self._fill = halo, format, memory_order(format, shard.ndim), fill
         self._pieces: list[torch.Tensor] | None = None
         self.used = False
 
@@ -45,6 +71,27 @@ class Source:
         """The tensor over a region, filled up where that reaches beyond it; the shard itself where that is all."""
         self.used |= bool(recipe.landed)
         return assemble(self.shard, self.pieces() if recipe.landed else (), self.exchange.dims, recipe, self._fill)
+
+    def stacked(self, recipes: Sequence[Recipe]) -> torch.Tensor:
+        """Regions of one shape, one behind another along the batch."""
+        shard, dims = self.shard, self.exchange.dims
+        if len(recipes) == 1:
+            return self.over(recipes[0])
+        self.used |= any(recipe.landed for recipe in recipes)
+        shape = resized(shard.shape, dims, recipes[0].region)
+        lines = [recipe.line for recipe in recipes if recipe.line is not None]
+        order = self._order or range(shard.ndim)
+        if len(lines) == len(recipes) and len({dim for dim, _ in lines}) == 1 and not dispatch.traced(shard):
+            dim = lines[0][0]
+            if all(shard.shape[outer] == 1 for outer in order[: order.index(dim)]):
+                # The regions lie one behind another in memory too: one launch puts them there.
+                parts = [part_of(shard, self.pieces(), part) for _, line in lines for part in line]
+                shape[0] = len(recipes)
+                return torch.cat(parts, dim).as_strided(shape, strides(shape, self._format))
+        out = empty(shard, [len(recipes) * shape[0], *shape[1:]])
+        for each, part in zip(recipes, out.chunk(len(recipes)), strict=True):
+            assemble(shard, self.pieces() if each.landed else (), dims, each, self._fill, part)
+        return out
 
     def held(self, recipe: Recipe) -> torch.Tensor:
         """The part of the shard that a recipe is made of, which has nothing else, as a view."""
@@ -85,12 +132,12 @@ def run(
         others: Sequence[torch.Tensor | None],
         coordinate: tuple[int, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        source = Source(dense(shard, format), halo, exchange, exchange.plan(coordinate, places), order, fill)
+        source = Source(dense(shard, format), halo, exchange, exchange.plan(coordinate, places), format, fill)
         result = kernel(source, coordinate, *others)
         if halo is None:
             return result
         source.pieces()  # also where nobody asked: torch keeps the state of an exchange until it is waited for
-        if source.used or not dispatch.tracing():
+        if source.used or not dispatch.traced(halo):
             return result
         halo = dispatch.wait(halo)
         if isinstance(result, torch.Tensor):
@@ -101,8 +148,22 @@ def run(
     return dispatch.per_rank(on_rank, shard, halo, others, dispatch.coordinate(mesh))
 
 
+def stacked_view(tensor: torch.Tensor, cuts: Sequence[Index]) -> torch.Tensor | None:
+    """The cuts of ``tensor``, of one shape, one behind another along the batch, as a view of it; None where there is none.
+
+    So two strips are written in one launch.
+    """
+    if len(cuts) != 2 or tensor.shape[0] != 1 or dispatch.traced(tensor):
+        return None
+    first, second = (tensor[cut] for cut in cuts)
+    step = second.storage_offset() - first.storage_offset()
+    if step < 0 or first.shape != second.shape:
+        return None
+    return tensor.as_strided((2, *first.shape[1:]), (step, *first.stride()[1:]), first.storage_offset())
+
+
 #: How many bytes of shard make bulk and strips the faster way; see `worthwhile`.
-ENOUGH = {"cpu": 2**20, "cuda": 2**22}
+ENOUGH = {"cpu": 2**20, "cuda": 2**24}
 
 _forced: bool | None = None
 
@@ -134,7 +195,7 @@ def dense(shard: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
     A dim of size one may have any stride. But by that of the batch cuDNN's wrapper tells channels-last, and a view of a single
     image has another: then each convolution turned it around and back.
     """
-    if dispatch.tracing() or shard.stride() == (usual := strides(shard.shape, format)):
+    if dispatch.traced(shard) or shard.stride() == (usual := strides(shard.shape, format)):
         return shard
     return shard.as_strided(shard.shape, usual)
 

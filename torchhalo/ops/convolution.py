@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, group_places, index, recipe
+from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, index, recipe
 from torchhalo.geometry import Box, Mirror, Relation, Span, Window, shell
 from torchhalo.layout import layout
 from torchhalo.windowed import (
@@ -30,11 +30,16 @@ from torchhalo.windowed import (
     memory_format,
     memory_order,
     run,
+    stacked_view,
     strides,
     worthwhile,
 )
 
 aten = torch.ops.aten
+
+#: From how many outputs on, of one channel, strips are no longer stacked for one call. On an H200 two strips of 4,096 outputs
+#: take as long as one, because they fill a fraction of its processors; of 16,384, as long as two, and hold twice the memory.
+STACKED = 8192
 
 
 class Role(NamedTuple):
@@ -215,6 +220,7 @@ class _Local(NamedTuple):
         sparse: Whether the source is the sparse side.
         plan: What the rank holds of the source.
         own: What it owns of the target, along the exchange's dims.
+        rest: How many outputs of one channel there are for one coordinate along these dims.
     """
 
     config: _Convolution
@@ -222,6 +228,7 @@ class _Local(NamedTuple):
     sparse: bool
     plan: Plan
     own: Box
+    rest: int
 
     def work(self, in_parts: bool, croppable: Collection[int]) -> _Work:
         """How to compute.
@@ -247,7 +254,8 @@ class _Local(NamedTuple):
         groups: dict[Any, list[_Part]] = {}
         for strip in strips:
             part = self._part(strip, bulk.region)
-            groups.setdefault((strip.shape, part.region.shape, str(part.call)), []).append(part)
+            alone = None if strip.size * self.rest < STACKED else strip
+            groups.setdefault((alone, strip.shape, part.region.shape, str(part.call)), []).append(part)
         return _Work(whole, bulk, tuple(map(tuple, groups.values())))
 
     def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Relation, Span, Span]]:
@@ -314,19 +322,18 @@ class _Program:
         self.sparse = mirrored
         self.source_format = memory_format(*((self.output if backward else input.meta)[:2]))
         self.input_format = memory_format(*input.meta[:2])
-        self.places = group_places(self.exchange, mesh)
         self._in_parts = in_parts
         self._device, self._itemsize = input.device, input.meta.dtype.itemsize
         self._work: dict[tuple[int, ...], _Work] = {}
 
-    def work(self, coordinate: tuple[int, ...]) -> _Work:
+    def work(self, coordinate: tuple[int, ...], plan: Plan) -> _Work:
         """What the rank at ``coordinate`` computes."""
         if coordinate not in self._work:
-            self._work[coordinate] = self._worked_out(coordinate)
+            self._work[coordinate] = self._worked_out(coordinate, plan)
         return self._work[coordinate]
 
-    def _worked_out(self, coordinate: tuple[int, ...]) -> _Work:
-        dims, plan = self.exchange.dims, self.exchange.plan(coordinate, self.places)
+    def _worked_out(self, coordinate: tuple[int, ...], plan: Plan) -> _Work:
+        dims = self.exchange.dims
         owned, target = self.exchange.source.owned(coordinate).shape, self.exchange.target.owned(coordinate)
         rest = [size for dim, size in enumerate(owned) if dim not in dims]
         if 0 in (plan.needs.size, target.size, *rest):
@@ -334,7 +341,9 @@ class _Program:
         in_parts = worthwhile(prod(owned) * self._itemsize, self._device) if self._in_parts is None else self._in_parts
         order = memory_order(self.source_format, len(owned)) or tuple(range(len(owned)))
         croppable = [dim for place, dim in enumerate(order) if all(owned[outer] == 1 for outer in order[:place])]
-        local = _Local(self.config, self.exchange, self.sparse, plan, Box(tuple(target.spans[dim] for dim in dims)))
+        own = Box(tuple(target.spans[dim] for dim in dims))
+        others = prod(size for dim, size in enumerate(target.shape) if dim != 1 and dim not in dims)
+        local = _Local(self.config, self.exchange, self.sparse, plan, own, others)
         return local.work(in_parts, croppable)
 
 
@@ -366,15 +375,18 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     def kernel(source: Source, coordinate: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = None if any(coordinate[axis] for axis in program.summed) else bias
-        whole, bulk, strips = program.work(coordinate)
+        whole, bulk, strips = program.work(coordinate, source.plan)
         if whole is None:
             out = anchor(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
             return aten.convolution(source.over(whole.recipe), weight, bias, *whole.call)
+        aside = dispatch.Aside(source.shard)
         out = aten.convolution(source.held(bulk.recipe), weight, bias, *bulk.call)
-        for group in strips:
-            _write(out, group, aten.convolution(_stacked(source, group), weight, bias, *group[0].call))
+        with aside:
+            values = [aten.convolution(_stacked(source, group), weight, bias, *group[0].call) for group in strips]
+        for group, value in zip(strips, values, strict=True):
+            _write(out, group, value)
         return out
 
     shards = (None if tensor is None else dispatch.local(tensor) for tensor in (weight, bias))
@@ -384,12 +396,15 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _stacked(source: Source, group: Sequence[_Part]) -> torch.Tensor:
     """What the parts read, one behind another along the batch."""
-    regions = [source.over(part.recipe) for part in group]
-    return regions[0] if len(regions) == 1 else torch.cat(regions)
+    return source.stacked([part.recipe for part in group])
 
 
 def _write(out: torch.Tensor, group: Sequence[_Part], values: torch.Tensor) -> None:
     """Put the parts, one behind another along the batch of ``values``, where they belong."""
+    both = stacked_view(out, [part.cut for part in group])
+    if both is not None:
+        both.copy_(values)
+        return
     for part, value in zip(group, values.chunk(len(group)), strict=True):
         out[part.cut].copy_(value)
 
@@ -434,15 +449,21 @@ def _local_gradients(
         source: Source, coordinate: tuple[int, ...], input: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         input = dense(input, program.input_format)
-        whole, bulk, strips = program.work(coordinate)
+        whole, bulk, strips = program.work(coordinate, source.plan)
         if whole is None:
             found = [anchor(torch.zeros_like(tensor), source.shard) for tensor in (input, weight)]
         elif bulk is None:
             found = aten.convolution_backward(source.over(whole.recipe), input, weight, None, *whole.call, [*mask[:2], False])
         else:
+            aside = dispatch.Aside(source.shard)
             found = aten.convolution_backward(source.held(bulk.recipe), input, weight, None, *bulk.call, [*mask[:2], False])
-            for group in strips:
-                _mend(found, source, group, input, weight, mask)
+            with aside:
+                more = [_strips_of_gradients(source, group, input, weight, mask) for group in strips]
+            for group, (values, share) in zip(strips, more, strict=True):
+                if mask[0]:
+                    _write(found[0], group, values)
+                if mask[1]:
+                    found[1].add_(share)
         return tuple(tensor for tensor, wanted in zip(found, mask[:2], strict=False) if wanted)
 
     found: list[torch.Tensor] = []
@@ -456,29 +477,22 @@ def _local_gradients(
     return [next(grads) if wanted else None for wanted in mask]
 
 
-def _mend(
-    grads: Sequence[torch.Tensor],
-    source: Source,
-    group: Sequence[_Part],
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    mask: Sequence[bool],
-) -> None:
-    """Add to the gradients of the bulk what it could not know: strips of the input's, and their share in the weight's."""
+def _strips_of_gradients(
+    source: Source, group: Sequence[_Part], input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
+) -> tuple[Any, Any]:
+    """What the bulk could not know: strips of the input's gradient, and the share in the weight's of pairs across the edge."""
     edges = [input[part.cut] for part in group]
     edge = edges[0] if len(edges) == 1 else torch.cat(edges)
-    region = _stacked(source, group)
-    if mask[0]:
-        found, _, _ = aten.convolution_backward(region, edge, weight, None, *group[0].call, [True, False, False])
-        _write(grads[0], group, found)
-    if mask[1]:
-        for part, each in zip(group, region.chunk(len(group)), strict=True):
-            each[part.known].zero_()
-        # oneDNN's low-precision gradients of a weight are wrong on some small strips.
-        wide = torch.float32 if region.device.type == "cpu" and region.dtype.itemsize < 4 else region.dtype
-        region, edge, kernel = (tensor.to(wide) for tensor in (region, edge, weight))
-        _, found, _ = aten.convolution_backward(region, edge, kernel, None, *group[0].call, [False, True, False])
-        grads[1].add_(found)
+    region, call = _stacked(source, group), group[0].call
+    values = aten.convolution_backward(region, edge, weight, None, *call, [True, False, False])[0] if mask[0] else None
+    if not mask[1]:
+        return values, None
+    for part, each in zip(group, region.chunk(len(group)), strict=True):
+        each[part.known].zero_()
+    # oneDNN's low-precision gradients of a weight are wrong on some small strips.
+    wide = torch.float32 if region.device.type == "cpu" and region.dtype.itemsize < 4 else region.dtype
+    operands = (tensor.to(wide) for tensor in (region, edge, weight))
+    return values, aten.convolution_backward(*operands, None, *call, [False, True, False])[1]
 
 
 def _returned(computed: Placement, owner: Placement) -> Placement:

@@ -1,0 +1,1 @@
+"""Measurements of torchhalo beside plain torch and others: ``python -m benchmarks NAME``."""
