@@ -114,6 +114,19 @@ def test_bfloat16() -> None:
         assert_parity(attend, tensors, mesh, [[Shard(2)]] * 3, atol=3 * 2**-8)
 
 
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
+def test_linear_attention_sends_partial_sums_alone(mesh: tuple[int, ...]) -> None:
+    """Keys times values are summed over tokens: few numbers, with which the tokens of a query need not be gathered."""
+
+    def linear(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(query, torch.bmm(key.transpose(1, 2), value))
+
+    with simulated(math.prod(mesh)), torchhalo.strict():
+        tensors = [torch.randn(2, 11, 3, dtype=torch.float64, device=DEVICE) for _ in range(3)]
+        result = assert_parity(linear, tensors, init_device_mesh(DEVICE, mesh), [[Shard(1)] * len(mesh)] * 3)
+        assert result.placements == (Shard(1),) * len(mesh)
+
+
 class WrittenOut(nn.Module):
     """As older diffusion and segmentation models do it."""
 

@@ -255,18 +255,26 @@ dispatch.register_composites(
 @dispatch.register(
     aten.bmm.default,
     aten.baddbmm.default,
-    traffic="nothing, but the second factor where both are cut and the first along its rows",
+    traffic="nothing, but the second factor where both are cut and the first along its rows, and partial sums that meet a "
+    "factor that is cut",
     limits="other placements that do not fit are DTensor's own affair",
 )
 def bmm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.bmm``: rows stay, as those of the queries of an attention that is written out."""
     *rest, first, second = args
     if isinstance(first, DTensor) and isinstance(second, DTensor) and first.device_mesh == second.device_mesh:
+        # DTensor may gather the other factor instead, where that is small.
+        first, second = _added_up(first, second), _added_up(second, first)
         for dim in (1, 2):
             cut = [axis for axis, p in enumerate(second.placements) if p == Shard(dim)]
             if cut and all(first.placements[axis] == Shard(1) for axis in cut):
                 second = _made_whole(second, dim, cut)
     return dispatch.stock(op, (*rest, first, second), kwargs)
+
+
+def _added_up(tensor: DTensor, other: DTensor) -> DTensor:
+    """``tensor`` without partial sums, if ``other`` is cut: such as keys times values of a linear attention, which are few."""
+    return dispatch.reduced(tensor) if any(isinstance(p, Shard) for p in other.placements) else tensor
 
 
 def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
