@@ -104,7 +104,10 @@ def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             at = at + held[dim].start
             return torch.where(at < 0, at % pool.dilation[dim], at)
 
-        return values, moved(indices, [span.size for span in held], sizes, move) if here.dims else indices
+        first = first_index(held, sizes)
+        if first is not None:
+            return values, indices.add_(first) if first else indices
+        return values, moved(indices, [span.size for span in held], sizes, move)
 
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
     return forward(kernel, input, windows, results, region=reach, fill=lowest)
@@ -132,6 +135,16 @@ def max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
     return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result)
 
 
+def first_index(held: Sequence[Span], sizes: Sequence[int]) -> int | None:
+    """What the flat indices of a region are behind those of the whole tensor, if that is one number.
+
+    It is where the region is cut along the first dim alone, which is the usual case and saves a division per index and dim.
+    """
+    if held[0].start < 0 or any(span != Span(0, size) for span, size in zip(held[1:], sizes[1:], strict=True)):
+        return None
+    return held[0].start * prod(sizes[1:])
+
+
 def as_pooled(tensor: DTensor, input: DTensor) -> DTensor:
     """``tensor`` sharded as the result of a pool of ``input`` is."""
     return placed_as(tensor, dispatch.without_partial(input.placements))
@@ -154,8 +167,11 @@ def to_maxima(grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], 
         if not grad.numel():
             return nothing(grad, held)
         shape = *grad.shape[:lead], *(span.size for span in held)
-        if here.dims:
+        first = first_index(held, sizes)
+        if first is None:
             indices = moved(indices, sizes, shape[lead:], lambda dim, at: at - held[dim].start)
+        elif first:
+            indices = indices - first
         out = grad.new_zeros(shape, dtype=summed(grad.dtype))
         out.flatten(lead).scatter_add_(-1, indices.flatten(lead), grad.flatten(lead).to(out.dtype))
         return out.to(grad.dtype)
