@@ -7,6 +7,7 @@ only the numbers.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -14,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
 from harness import mesh_of
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import torchhalo
+from torchhalo import windowed
 
 EVEN, UNEVEN, EMPTY = 12, 11, 4
 PARTITIONS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
@@ -107,3 +112,49 @@ def check_inference() -> None:
 
 def test_compiled_inference(pool) -> None:
     pool(3).run(check_inference)
+
+
+class Small(nn.Module):
+    """A U-Net with all that is usual in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.low = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.last = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.last(torch.cat([y, self.up(self.low(y))], 1))
+
+
+def check_unet(backend: str) -> None:
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    plain = Small().double()
+    image, target = (torchhalo.shard(torch.randn(1, 1, 24, 10, dtype=torch.float64), mesh) for _ in range(2))
+    losses = []
+    for compiled in (False, True):
+        model = torchhalo.parallelize(copy.deepcopy(plain), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(image: torch.Tensor, target: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return F.mse_loss(model(image), target)
+
+        step = torch.compile(loss, backend=backend, fullgraph=True) if compiled else loss
+        found = []
+        with windowed.in_parts(True):
+            for _ in range(3):
+                optimizer.zero_grad()
+                value = step(image, target)
+                value.backward()
+                optimizer.step()
+                found.append(value.full_tensor().item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    assert losses[0][2] < losses[0][0]
+
+
+def test_a_training_step_of_a_unet_compiles_without_a_graph_break(pool) -> None:
+    pool(2).run(check_unet, "aot_eager")

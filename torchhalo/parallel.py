@@ -209,6 +209,8 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` of every tensor in it: of nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) is dict:
+        return {key: _mapped(function, item) for key, item in value.items()}
     if isinstance(value, MutableMapping):
         result = copy.copy(value)
         for key, item in value.items():
