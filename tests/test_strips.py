@@ -75,7 +75,7 @@ def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, p
             strips = {strips for d, side, strips, _, _ in seen if (d, side) == (dims, sparse)}
             assert strips == {0} if not parts else {1, 2} <= strips, (dims, sparse, seen)
     if parts:
-        assert {(side, True) for _, side, _, cropped, _ in seen if cropped} == {(True, True), (False, True)}, seen
+        assert any(cropped for *_, cropped, _ in seen), seen
         assert any(stacked for *_, stacked in seen), seen
 
 
