@@ -162,10 +162,10 @@ def stacked_view(tensor: torch.Tensor, cuts: Sequence[Index]) -> torch.Tensor | 
     return tensor.as_strided((2, *first.shape[1:]), (step, *first.stride()[1:]), first.storage_offset())
 
 
-#: How many bytes of shard make bulk and strips the faster way. Measured with the halo given, for 3x3 and 7x7 kernels of 16 to 256
-#: channels, forward and backward. On an H200, in bf16, parts take less of its time than a copy of the shard with its halo from
-#: 4 MiB (3x3, 64 channels) or 16 MiB (the others) on: 1.09 against 1.53 of the plain kernel's at 64 MiB. On one core of a CPU, in
-#: float32, from 4 MiB (3x3) or 8 MiB (7x7) on: 0.9 against 1.06 at 8 MiB, but 1.4 against 1.2 at 1 MiB.
+#: How many bytes of shard make bulk and strips the faster way. Measured with the halo given, for 3x3 and 7x7 kernels of 16 to
+#: 256 channels, forward and backward. On an H200, in bf16, parts take less of its time than a copy of the shard with its halo
+#: from 4 MiB (3x3, 64 channels) or 16 MiB (the others) on: 1.09 against 1.53 of the plain kernel's at 64 MiB. On one core of a
+#: CPU, in float32, from 4 MiB (3x3) or 8 MiB (7x7) on: 0.9 against 1.06 at 8 MiB, but 1.4 against 1.2 at 1 MiB.
 ENOUGH = {"cpu": 2**22, "cuda": 2**24}
 
 _forced: bool | None = None
