@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo clean
+.PHONY: help setup test lint format demo models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -41,6 +41,9 @@ format: $(READY)  ## put the code in format and mend what can be mended
 
 demo: $(READY)  ## train on an image sharded over two local processes, beside one process
 	$(BIN)/torchhalo demo
+
+models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (an hour)
+	$(BIN)/python -m models --output docs/models.md
 
 clean:  ## remove the environments, caches and build products
 	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
