@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -270,6 +270,8 @@ def _observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     inputs = [x.detach().requires_grad_(case.backward and x.is_floating_point()) for x in inputs]
     watcher = _Watcher(model)
     alone = _Alone(mesh)
+    if mesh_shape is None:
+        alone.mark([*inputs, *model.parameters(), *model.buffers()])
     with gathers.watch(watcher.gather), alone if mesh_shape is None else nullcontext(), _Uncast(case.dtype):
         torch.manual_seed(case.seed)
         try:
@@ -388,7 +390,11 @@ class _Watcher:
 
 
 class _Alone(dispatch.TorchDispatchMode):
-    """In one process: counts what convolutions read, and draws random numbers as a mesh of one rank does."""
+    """In one process: counts what convolutions read, and draws random numbers as a mesh of one rank does.
+
+    Of the latter only those for tensors that would be DTensors on a mesh: inputs, parameters, and all that is made from them.
+    What a model draws for a plain tensor of its own comes from torch's stream there too.
+    """
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
@@ -396,13 +402,24 @@ class _Alone(dispatch.TorchDispatchMode):
         self._mesh = mesh
         self._random = {entry.op for entry in dispatch.registry() if entry.family == "randomness"}
 
+    def mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take ``tensors`` as ones that would be DTensors."""
+        for tensor in tensors:
+            tensor.__dict__["_torchhalo_distributed"] = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default:
             self.convolved += args[0].numel() * args[0].element_size()
-        if func not in self._random:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not any("_torchhalo_distributed" in tensor.__dict__ for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        out = self._drawn(func, args, kwargs) if func in self._random else func(*args, **kwargs)
+        self.mark(tensors_in(out))
+        return out
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = [dispatch.replicated(arg, self._mesh) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        out = func(*given, **(kwargs or {}))
+        out = func(*given, **kwargs)
         if func._schema.is_mutable:
             return args[0]
         return tuple(map(dispatch.local, out)) if isinstance(out, tuple) else dispatch.local(out)
