@@ -15,6 +15,8 @@ from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import torchhalo
+
 Op = Callable[..., torch.Tensor]
 
 OVER_DIMS: dict[str, Op] = {
@@ -291,3 +293,20 @@ def run_on_real_ranks() -> None:
 
 def test_real_ranks(pool) -> None:
     pool(3).run(run_on_real_ranks)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.norm(p=2, dim=(2, 3), keepdim=True),
+        lambda x: x / x.sum((2, 3), keepdim=True).exp(),
+        lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-5),
+    ],
+    ids=["norm", "sum", "std"],
+)
+def test_a_result_that_meets_its_input_again_does_not_gather_it(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with simulated(4), torchhalo.strict():
+        mesh = init_device_mesh(DEVICE, (2, 2))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 3, 8, 9, dtype=torch.float64, device=DEVICE)
+        assert_parity(function, [x], mesh, [[Shard(2), Shard(3)]])

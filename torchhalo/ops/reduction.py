@@ -166,6 +166,19 @@ def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     return dispatch.wrap(over.shaped(out, result, keepdim), over.mesh, places, result)
 
 
+def _added_up(result: Any, keepdim: bool) -> object:
+    """A result that is about to meet its input again, for the reason that `mean` gives."""
+    return dispatch.reduced(result) if keepdim else result
+
+
+@dispatch.register(
+    aten.sum.dim_IntList, traffic="nothing, the result is Partial; but with keepdim one number per result, reduced"
+)
+def sum_along(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.sum`` along dims; with ``keepdim`` it is also the gradient of what was broadcast."""
+    return _added_up(dispatch.stock(op, args, kwargs), dispatch.bound(op, args, kwargs)[2])
+
+
 @dispatch.register(aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
 def div(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the division in the gradient of a mean, which would make one number as large as the whole input.
@@ -353,13 +366,13 @@ def repeated(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @dispatch.register(
     aten.linalg_vector_norm.default,
-    traffic="nothing; the result is Partial, but for infinite norms with empty shards: one number per result from every rank",
+    traffic="nothing, the result is Partial; but with keepdim, or for infinite norms, one number per result from every rank",
 )
 def linalg_vector_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.linalg_vector_norm``, whose infinite norms stock DTensor cannot take of an empty shard."""
     input, order, dims, keepdim, _ = dispatch.bound(op, args, kwargs)
     if abs(order) != inf:
-        return dispatch.stock(op, args, kwargs)
+        return _added_up(dispatch.stock(op, args, kwargs), keepdim)
     results = dispatch.plain_result(op, *args, **kwargs)
     input = dispatch.reduced(input)
     over = Reduction.of(input, dims)
