@@ -522,6 +522,7 @@ TRAININGS = {
     "down-sampling": Training((3, 256), {"kernel_size": 4, "stride": 4}, (7, 3, 512, 1024)),
     "depthwise": Training((256, 256), {"kernel_size": 7, "padding": 3, "groups": 256}, (7, 256, 128, 256)),
 }
+STEPS = 4
 _running: dict[str, Iterator[list[torch.Tensor]]] = {}
 
 
@@ -539,7 +540,7 @@ def test_training_at_full_size(pool: Callable[[int], Pool], name: str) -> None:
     """Weight and bias stay those of one process, in a mean squared error that is absolute and relative."""
 
     def train(ranks: Pool) -> list[list[list[torch.Tensor]]]:
-        return [ranks.run(_next_step, name, step == 9) for step in range(10)]
+        return [ranks.run(_next_step, name, step == STEPS - 1) for step in range(STEPS)]
 
     one, two, four = pool(1), pool(2), pool(4)
     with ThreadPoolExecutor(1) as executor:

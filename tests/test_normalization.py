@@ -248,9 +248,9 @@ def test_sync_batch_norm_with_ranks_outside_the_mesh(pool) -> None:
 
 
 def run_sync_outside() -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
-    if dist.get_rank() == 2:
-        mesh = DeviceMesh("cpu", [2])
+    # Both on all ranks: torch names a process group by how many a rank has seen.
+    meshes = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
+    mesh = meshes[dist.get_rank() == 2]
     x = distribute_tensor(torch.randn(2, 3, 4), mesh, [Shard(2)])
     norm = distribute_module(nn.SyncBatchNorm(3), mesh)
     with pytest.raises(RuntimeError, match=r"SyncBatchNorm: its process group must lie in the device mesh.*process_group=mesh"):

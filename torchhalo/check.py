@@ -7,7 +7,6 @@ every module, of the outputs, gradients and buffers is compared.
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import os
 import sys
@@ -254,8 +253,7 @@ class ModelError(RuntimeError):
 
 def _observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     """Run the model on this rank: whole if there is no mesh, else sharded."""
-    # On a mesh of two axes it has advice for each gradient that is put together here; of the model it says nothing.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    dispatch.without_advice()
     dispatch.enable()
     mesh = init_device_mesh("cpu", mesh_shape or (1,))
     torch.manual_seed(case.seed)

@@ -7,6 +7,7 @@ loudly when one of them is gone.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import threading
@@ -79,6 +80,7 @@ __all__ = [
     "traced",
     "tracing",
     "wait",
+    "without_advice",
     "without_partial",
     "wrap",
 ]
@@ -624,6 +626,11 @@ def reduced(tensor: DTensor) -> DTensor:
 def without_partial(placements: Sequence[Placement]) -> list[Placement]:
     """The placements of a tensor after its partial sums are added up, which are those of what is computed from it."""
     return [Replicate() if p.is_partial() else p for p in placements]
+
+
+def without_advice() -> None:
+    """Let DTensor put Partial tensors together in this process without a word: on several axes it suggests flatter meshes."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
