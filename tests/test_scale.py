@@ -20,8 +20,8 @@ from torchhalo.layout import Layout
 from torchhalo.windowed import exchange_between
 
 RANKS = 4096
-#: Of this process, not of the clock, because other work runs beside the tests, which still doubles and trebles it: 0.44 was seen
-#: for what takes 0.1 alone. Looking at every pair of ranks would take minutes; what a plan looks at is counted below.
+#: Of this process, not of the clock, because other work runs beside the tests. Loose, because the collection of other tests'
+#: garbage may fall into it: a plan takes milliseconds, but 0.44 was seen. What a plan looks at is counted below.
 SECONDS = 1.5
 
 SAME = Window(3, before=1, after=1)
