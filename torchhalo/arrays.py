@@ -46,7 +46,7 @@ def shard(source: Any, mesh: DeviceMesh, dims: int | Sequence[int] | None = None
     """Cut a tensor, or read from an array, only this rank's box.
 
     Nothing is sent: every rank must see the same source. Of an array (NumPy, a memory map, zarr, h5py: anything with ``shape``
-    and slicing) nothing but the box is read; put the result on a device with ``.to``.
+    and slicing) nothing but the box is read. The result is on the device of the mesh.
 
     Args:
         source: A plain tensor or an array.
