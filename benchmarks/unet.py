@@ -11,12 +11,10 @@ JAX (`pip install jax`) and PhysicsNeMo (`pip install nvidia-physicsnemo`) are m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,8 @@ import torchhalo
 from benchmarks import common, unet_others
 from benchmarks.common import MIB, Column, Record, Row, generous_heap, key, say
 from benchmarks.unet_model import Shape, UNet, layers, least_elements
-from torchhalo import dispatch, launch
+from torchhalo import launch
+from torchhalo.exchange import counted
 
 WARM_UP = 2
 SHAPES = {"2d": Shape(2, 768, 16, 3), "3d": Shape(3, 96, 8, 3)}
@@ -188,20 +187,6 @@ def stepper(shape: Shape, mesh: DeviceMesh | None) -> Any:
         return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
     return step
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """How many bytes this rank sends in each exchange, in a list that grows."""
-    counts: list[int] = []
-    exchange = dispatch.all_to_all
-
-    def counting(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
-        counts.append(sum(sent) * tensor.element_size())
-        return exchange(tensor, received, sent, group)
-
-    with mock.patch.object(dispatch, "all_to_all", counting):
-        yield counts
 
 
 def table(rows: list[Row]) -> str:

@@ -79,11 +79,11 @@ def test_what_differs_and_what_gathers() -> None:
 
 
 def test_a_model_that_raises_on_one_rank() -> None:
-    start, before = time.monotonic(), multiprocessing.active_children()
+    start, before = time.monotonic(), set(multiprocessing.active_children())
     report = torchhalo.check(raises, (1, 3, 16, 16), ranks=2, backward=True)
     assert not report.ok and report.error == "in 1.0: ValueError: no such luck"
     assert "the model raised\n  in 1.0: ValueError: no such luck" in str(report)
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= before
     assert time.monotonic() - start < 50, "the other rank was ended, not waited for"
 
 

@@ -13,8 +13,9 @@ import torch
 import torchhalo
 from torchhalo import demo
 from torchhalo.arrays import placements_for
-from torchhalo.check import TOLERANCE, check, named
+from torchhalo.check import TOLERANCE, check
 from torchhalo.launch import RankError
+from torchhalo.observe import named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
 

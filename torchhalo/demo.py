@@ -6,11 +6,10 @@ of the image than its box.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torchhalo import dispatch, picture
+from torchhalo import picture
 from torchhalo.arrays import shard, store
+from torchhalo.exchange import counted
 from torchhalo.launch import on_ranks, peak_memory
 from torchhalo.parallel import parallelize, plain_state_dict, unparallelize
 
@@ -153,7 +153,7 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 def work(settings: Settings, folder: str) -> Report:
     """One rank: warm up, train, and leave predictions in ``folder``."""
     mesh = init_device_mesh("cpu", settings.mesh) if settings.mesh else None
-    with _counted() as counts:
+    with counted() as counts:
         train(settings._replace(size=WARM_UP, steps=1), mesh, show=False)
         counts.clear()
         before = peak_memory()
@@ -221,23 +221,6 @@ def canvas(settings: Settings, folder: Path, name: str) -> torch.Tensor:
     """A prediction in a file that all processes share."""
     shape = (1, 1, *settings.size)
     return torch.from_file(str(folder / name), shared=True, size=math.prod(shape), dtype=settings.dtype).view(shape)
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[list[int]]:
-    """How many bytes this rank sends in each exchange, in a list that grows."""
-    counts: list[int] = []
-    exchange = dispatch.all_to_all
-
-    def counted(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-        counts.append(sum(sent) * tensor.element_size())
-        return exchange(tensor, received, sent, group)
-
-    dispatch.all_to_all = counted
-    try:
-        yield counts
-    finally:
-        dispatch.all_to_all = exchange
 
 
 class Comparison(NamedTuple):

@@ -36,6 +36,7 @@ from torch.utils.weak import TensorWeakRef
 from torchhalo import gathers
 
 __all__ = [
+    "Aside",
     "Meta",
     "Origin",
     "Signature",

@@ -10,7 +10,8 @@ that its own needs and its own shard reach.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count, product
@@ -18,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo import dispatch
@@ -230,6 +232,28 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
         return out if back.numel() else anchor(out, back)
 
     return dispatch.per_rank(add, region, back, *_here(mesh))
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many bytes this rank sends in each exchange inside, in a list that grows.
+
+    Example:
+        >>> with counted() as sent:
+        ...     pass  # train a step here, then ``sum(sent)``
+    """
+    counts: list[int] = []
+    stock = dispatch.all_to_all
+
+    def counting(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> torch.Tensor:
+        counts.append(sum(sent) * tensor.element_size())
+        return stock(tensor, received, sent, group)
+
+    dispatch.all_to_all = counting
+    try:
+        yield counts
+    finally:
+        dispatch.all_to_all = stock
 
 
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:

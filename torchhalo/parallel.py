@@ -78,7 +78,7 @@ def unparallelize(model: nn.Module) -> nn.Module:
     edges = _edges_of(model)
     if edges is not None:
         edges.detach(model)
-        _replace_tensors(model, _whole)
+        _replace_tensors(model, whole)
     return model
 
 
@@ -88,7 +88,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     Example:
         >>> torch.save(torchhalo.plain_state_dict(model), "checkpoint.pt")  # doctest: +SKIP
     """
-    return {key: _whole(value) if isinstance(value, torch.Tensor) else value for key, value in model.state_dict().items()}
+    return {key: whole(value) if isinstance(value, torch.Tensor) else value for key, value in model.state_dict().items()}
 
 
 class SpatialParallel(ParallelStyle):
@@ -161,7 +161,7 @@ class _Edges:
         """Close the scope, also after an error, and put the outputs together if they are wanted whole."""
         if self._scopes:
             self._scopes.pop().__exit__(None, None, None)
-        return _mapped(_whole, output) if self.outputs == "whole" else output
+        return _mapped(whole, output) if self.outputs == "whole" else output
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
         """Let a checkpoint of plain tensors into the replicated parameters and buffers."""
@@ -233,7 +233,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with all of a DTensor; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

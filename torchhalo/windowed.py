@@ -73,10 +73,11 @@ class Source:
         return assemble(self.shard, self.pieces() if recipe.landed else (), self.exchange.dims, recipe, self._fill)
 
     def stacked(self, recipes: Sequence[Recipe]) -> torch.Tensor:
-        """Regions of one shape, one behind another along the batch."""
+        """Regions of one shape, one behind another along the batch, in memory that may be written to."""
         shard, dims = self.shard, self.exchange.dims
         if len(recipes) == 1:
-            return self.over(recipes[0])
+            region = self.over(recipes[0])
+            return region.clone() if region is shard else region
         self.used |= any(recipe.landed for recipe in recipes)
         shape = resized(shard.shape, dims, recipes[0].region)
         lines = [recipe.line for recipe in recipes if recipe.line is not None]
@@ -99,7 +100,7 @@ class Source:
         return self.shard if recipe.untouched else self.shard[cut]
 
     def region(self, region: Box | Grid) -> torch.Tensor:
-        """As `over`, for a region whose recipe was not kept."""
+        """As `over`, for a caller that does not keep the recipe."""
         return self.over(recipe(self.exchange, self.plan, region))
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
 from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, index, recipe
-from torchhalo.geometry import Box, Mirror, Relation, Span, Window, shell
+from torchhalo.geometry import Box, Mirror, Span, Window, shell
 from torchhalo.layout import layout
 from torchhalo.windowed import (
     Source,
@@ -119,6 +119,13 @@ class _Convolution(NamedTuple):
         return tuple(list(value) if isinstance(value, tuple) else value for value in self)
 
 
+def _overhang(window: Window, source: Span, target: Span, source_is_sparse: bool) -> tuple[int, int]:
+    """By how much the windows of the sparse side reach beyond the dense one, before and after it."""
+    sparse, dense = (source, target) if source_is_sparse else (target, source)
+    reach = window.reach(sparse)
+    return dense.start - reach.start, reach.stop - dense.stop
+
+
 def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Span, int, int]:
     """Grow ``needs`` until the kernel's own padding can stand for what is missing at both ends.
 
@@ -129,12 +136,8 @@ def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Spa
     Returns:
         The grown span, the kernel's padding, and what that is too much at the end, a transposed kernel's output padding.
     """
-    if not needs.size or not own.size:
-        return needs, 0, 0
     stride = window.stride
-    sparse, dense = (needs, own) if grow_sparse else (own, needs)
-    reach = window.reach(sparse)
-    before, after = dense.start - reach.start, reach.stop - dense.stop
+    before, after = _overhang(window, needs, own, grow_sparse)
     if grow_sparse:
         first = max(0, -(-max(-before, after - before) // stride))
         before += first * stride
@@ -155,9 +158,7 @@ def _crop(window: Window, held: Span, own: Span, crop_sparse: bool) -> tuple[Spa
         None where the kernel's own padding cannot stand for what is missing.
     """
     stride = window.stride
-    sparse, dense = (held, own) if crop_sparse else (own, held)
-    reach = window.reach(sparse)
-    before, after = dense.start - reach.start, reach.stop - dense.stop
+    before, after = _overhang(window, held, own, crop_sparse)
     if crop_sparse:
         first, last = max(0, (before - after) // stride), max(0, -((before - after) // stride))
         before, after = before - first * stride, after - last * stride
@@ -170,10 +171,8 @@ def _crop(window: Window, held: Span, own: Span, crop_sparse: bool) -> tuple[Spa
     return (left, before, before - after) if left.size and 0 <= before < window.extent else None
 
 
-def _window(relation: Relation) -> Window:
-    window = relation.window if isinstance(relation, Mirror) else relation
-    assert isinstance(window, Window)
-    return window
+def _plain(window: Window | Mirror) -> Window:
+    return window.window if isinstance(window, Mirror) else window
 
 
 class _Part(NamedTuple):
@@ -244,7 +243,6 @@ class _Local(NamedTuple):
         inside = (
             window.inside(own, held, self.exchange.source.shape[dim])
             for dim, window, own, held in self._lines(self.own, bulk.region)
-            if isinstance(window, (Window, Mirror))
         )
         strips = [
             strip for strip in shell(self.own, Box(tuple(inside))) if not bulk.region.contains(self.exchange.needs(strip))
@@ -258,18 +256,20 @@ class _Local(NamedTuple):
             groups.setdefault((alone, strip.shape, part.region.shape, str(part.call)), []).append(part)
         return _Work(whole, bulk, tuple(map(tuple, groups.values())))
 
-    def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Relation, Span, Span]]:
-        return zip(self.exchange.dims, self.exchange.windows, target.spans, source.spans, strict=True)
+    def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Window | Mirror, Span, Span]]:
+        for dim, window, own, held in zip(self.exchange.dims, self.exchange.windows, target.spans, source.spans, strict=True):
+            assert isinstance(window, (Window, Mirror))
+            yield dim, window, own, held
 
     def _part(self, target: Box, known: Box | None = None) -> _Part:
         lines = self._lines(target, self.exchange.needs(target))
-        return self._called(target, [_fit(_window(w), need, own, self.sparse) for _, w, own, need in lines], known)
+        return self._called(target, [_fit(_plain(window), need, own, self.sparse) for _, window, own, need in lines], known)
 
     def _bulk(self, croppable: Collection[int]) -> _Part | None:
         """All of ``own`` from what the rank holds, if the kernel can do that."""
         fitted = []
         for dim, window, own, held in self._lines(self.own, self.plan.owned):
-            found = _crop(_window(window), held, own, self.sparse)
+            found = _crop(_plain(window), held, own, self.sparse)
             if found is None or (found[0] != held and dim not in croppable):
                 return None
             fitted.append(found)
@@ -307,18 +307,15 @@ class _Program:
         config = _Convolution.of(len(weight.meta.shape) - 2, arguments)
         config.check_output_padding()
         (self.output,) = dispatch.plain_result(aten.convolution.default, input, weight, bias, *config.spread())
-        self.roles, groups = _roles(input.placements, weight.placements, mesh, config)
-        self.input, self.weight, self.bias = (tuple(role[i] for role in self.roles) for i in range(3))
-        self.placements, self.grad_output = (tuple(role[i] for role in self.roles) for i in (3, 4))
-        self.grads = [tuple(role[i] for role in self.roles) for i in (5, 6, 7)]
-        self.summed = [axis for axis, role in enumerate(self.roles) if isinstance(role.output, Partial)]
+        roles, groups = _roles(input.placements, weight.placements, mesh, config)
+        self.input, self.weight, self.bias, self.placements, self.grad_output, *self.grads = zip(*roles, strict=True)
+        self.summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
         self.config = config._replace(groups=groups)
-        self.kernel = weight.meta.shape[2:]
         read = layout(input.meta.shape, mesh, self.input)
         written = layout(self.output.shape, mesh, self.grad_output if backward else self.placements)
         source, target = (written, read) if backward else (read, written)
         mirrored = config.transposed != backward
-        self.exchange = exchange_between(source, target, config.windows(self.kernel, mirrored))
+        self.exchange = exchange_between(source, target, config.windows(weight.meta.shape[2:], mirrored))
         self.sparse = mirrored
         self.source_format = memory_format(*((self.output if backward else input.meta)[:2]))
         self.input_format = memory_format(*input.meta[:2])
