@@ -108,6 +108,7 @@ def test_private_api_is_what_dispatch_expects() -> None:
     assert hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView") and callable(dispatch.no_python_dispatcher)
     assert list(inspect.signature(torch.nn.SyncBatchNorm.forward).parameters) == ["self", "input"]
     assert "use_local_synchronization" in inspect.signature(dist.new_group).parameters
+    assert callable(torch._C._current_autograd_node) and callable(dist.distributed_c10d._get_default_store)
 
 
 def test_private_api_is_used_in_one_file_only() -> None:

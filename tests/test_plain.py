@@ -153,7 +153,7 @@ def differ(rank_dependent: bool) -> str:
         plain[3] = float("nan")
     try:
         with pytest.MonkeyPatch.context() as patch, torchhalo.plain_as_replicated():
-            patch.setenv("TORCHHALO_DEBUG", "1")
+            patch.setattr(torchhalo.debug, "ON", True)
             torch.testing.assert_close((x + plain).full_tensor(), 1 + torch.arange(7.0).expand(4, 7))
     except RuntimeError as error:
         return str(error)

@@ -6,7 +6,7 @@ from torchhalo.check import check
 from torchhalo.dispatch import disable, enable, enabled
 from torchhalo.gathers import GatherError, GatherWarning, strict
 from torchhalo.ops.randomness import torch_random
-from torchhalo.parallel import SpatialParallel, parallelize, plain_state_dict, unparallelize
+from torchhalo.parallel import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
 from torchhalo.plain import plain_as_replicated
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "no_sync",
     "parallelize",
     "plain_as_replicated",
     "plain_state_dict",

@@ -69,7 +69,8 @@ def shard(source: Any, mesh: DeviceMesh, dims: int | Sequence[int] | None = None
         dtype = _copied(source[(slice(0, 0),) * len(shape)]).dtype
     if found is None:
         return dispatch.wrap(torch.empty(0, dtype=dtype), mesh, placements, dispatch.Meta(shape, stride, dtype))
-    part = _copied(source[_cuts(layout(shape, mesh, placements).owned(found))])
+    boxes = layout(shape, mesh, placements)
+    part = dispatch.per_rank(lambda source, *place: _copied(source[_cuts(boxes.owned(place))]), source, *found)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 

@@ -14,9 +14,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
 import torch
@@ -41,12 +42,15 @@ __all__ = [
     "Origin",
     "Signature",
     "TorchDispatchMode",
+    "after_backward",
     "aliasing_ops",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "around",
     "as_dtensors",
+    "backward_number",
+    "backward_step",
     "bound",
     "concrete",
     "coordinate",
@@ -55,7 +59,10 @@ __all__ = [
     "enable",
     "enabled",
     "fiber_group",
+    "key_value_store",
+    "leaves",
     "local",
+    "members",
     "mend",
     "mutated",
     "once",
@@ -75,12 +82,17 @@ __all__ = [
     "remember",
     "replicate_implicitly",
     "replicated",
+    "running",
     "signature",
+    "simulated",
     "spoil",
+    "start_all_reduce",
     "stock",
+    "timeout",
     "traced",
     "tracing",
     "wait",
+    "watch_collectives",
     "without_advice",
     "without_partial",
     "wrap",
@@ -167,6 +179,39 @@ def _wrapped(handlers: dict[Op, Handler]) -> dict[Op, Handler]:
         for wrapper in wrappers:
             found[op] = wrapper(found.get(op, stock))
     return found
+
+
+class Call(NamedTuple):
+    """An op and what it is called with."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.op.overloadpacket.__name__
+
+
+_running: list[tuple[Op, tuple[Any, ...], dict[str, Any]]] = []
+
+
+def _noted(handler: Handler) -> Handler:
+    """``handler``, and while it runs, `running` tells of it."""
+
+    def run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        _running.append((op, args, kwargs))
+        try:
+            return handler(op, args, kwargs)
+        finally:
+            _running.pop()
+
+    return run
+
+
+def running() -> Call | None:
+    """The op whose handler runs; the outermost one, where a handler calls other ops."""
+    return Call(*_running[0]) if _running else None
 
 
 def bound(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -304,6 +349,8 @@ def _redistribute_local_args(stock: Callable[..., None], op_info: Any, schema: A
             assert spec.tensor_meta is not None
             shape, _, dtype = spec.tensor_meta
             gathers.notice(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+            if _watcher is not None:
+                _watcher.redistribution(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
     stock(op_info, schema, use_values)
 
 
@@ -401,7 +448,7 @@ def enable() -> _Enabled:
     handlers = _stock_handlers()
     was_enabled = enabled()
     if not was_enabled:
-        ours = _wrapped({**_handlers, **_out_handlers()})
+        ours = {op: _noted(handler) for op, handler in _wrapped({**_handlers, **_out_handlers()}).items()}
         _replaced.update({op: handlers.get(op) for op in ours})
         handlers.update(ours)
         _tag_compiled_code(True)
@@ -614,6 +661,8 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
         spec = tensor._spec
         if tuple(step) != spec.placements:
             target = DTensorSpec(spec.mesh, tuple(step), spec.tensor_meta)
+            if _watcher is not None:
+                _watcher.redistribution(op, tensor.shape, tensor.dtype, spec.mesh, spec.placements, step)
             shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
             tensor = DTensor(_bare(shard), target, requires_grad=False)
     return tensor
@@ -785,6 +834,8 @@ def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int
     """
     if traced(tensor) or local_tensor_mode():
         return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+    if _watcher is not None:
+        _watcher.collective("all_to_all", tensor, group, sent, received)
     # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
     return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
 
@@ -829,8 +880,28 @@ class Aside:
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
     """``tensor`` reduced over the ranks along ``axes`` by one collective, whatever their number; as it is if there are none."""
+    return wait(start_all_reduce(tensor, mesh, axes, reduction))
+
+
+def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+    """As `all_reduce`, but the result is for `wait`; what comes between overlaps with the communication."""
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
-    return wait(funcol.all_reduce(tensor, reduction, fiber_group(mesh, axes)[0])) if axes else tensor
+    if not axes:
+        return tensor
+    group = fiber_group(mesh, axes)[0]
+    if _watcher is not None:
+        _watcher.collective("all_reduce", tensor, group)
+    return funcol.all_reduce(tensor, reduction, group)
+
+
+def backward_number() -> int:
+    """A number for the backward that runs in this thread, which no other has had."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once when the backward that runs in this thread has ended, unless by an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
@@ -842,6 +913,8 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
     if not axes:
         return tensor.unsqueeze(0)
     group, places = fiber_group(mesh, axes)
+    if _watcher is not None:
+        _watcher.collective("all_gather", tensor, group)
     # torch 2.13 renamed it
     gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
     found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
@@ -856,6 +929,8 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
     group, places = fiber_group(mesh, axes)
     if places != tuple(range(len(places))):
         tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
+    if _watcher is not None:
+        _watcher.collective("reduce_scatter", tensor, group)
     # torch 2.13 renamed it
     reduce = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     return wait(reduce(tensor.contiguous(), "sum", 0, group)).squeeze(0)
@@ -863,9 +938,81 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
-    if isinstance(tensor, funcol.AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor if traced(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
+    try:
+        if isinstance(tensor, funcol.AsyncCollectiveTensor):
+            return tensor.wait()
+        return tensor if traced(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
+    except RuntimeError as error:
+        call = running()
+        raise type(error)(
+            f"{'a collective' if call is None else call.name}: this rank waits in vain for what another was to send: that one "
+            "has died, is late, or is at another op or shape. TORCHHALO_DEBUG=1 in the environment of all ranks makes errors "
+            f"name it. {error}"
+        ) from error
+
+
+class Watcher(Protocol):
+    """Who is told of collectives before they start."""
+
+    def collective(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        sent: Sequence[int] = (),
+        received: Sequence[int] = (),
+    ) -> None:
+        """One of torchhalo's own, with how many elements go to and come from each member of the group, where that differs."""
+
+    def redistribution(
+        self,
+        op: Op | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        source: Sequence[Placement],
+        target: Sequence[Placement],
+    ) -> None:
+        """Those by which DTensor redistributes a tensor."""
+
+
+_watcher: Watcher | None = None
+
+
+def watch_collectives(watcher: Watcher | None) -> None:
+    """Tell ``watcher``, or nobody, of every collective that an op starts."""
+    global _watcher
+    _watcher = watcher
+
+
+def simulated() -> bool:
+    """Whether there are no other ranks to talk to now: they are simulated here, or torch.compile is recording."""
+    return tracing() or local_tensor_mode() is not None or dist.get_backend() == "fake"
+
+
+def backward_step() -> Any:
+    """The node of the autograd graph that runs in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def leaves(value: Any) -> list[Any]:
+    """What nested tuples, lists and dicts hold."""
+    return tree_leaves(value)
+
+
+def key_value_store() -> dist.Store:
+    """The store by which the ranks of this world found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
+    """For how long a collective of ``group`` waits for ranks that do not come."""
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def members(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that differ from this one along ``axes`` only, itself among them, in ascending order."""
+    return _fiber(mesh, tuple(axes))[0]
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

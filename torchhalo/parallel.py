@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, product
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 
 from torchhalo import dispatch
 from torchhalo.arrays import placements_for, shard
+from torchhalo.debug import agree
+from torchhalo.gradients import Reducer
 from torchhalo.layout import layout
 from torchhalo.plain import plain_as_replicated
 
@@ -34,10 +39,14 @@ def parallelize(
     """Make ``model`` run on inputs that are sharded in space over ``mesh``.
 
     Parameters and buffers become DTensors, replicated over the mesh with the values of its first rank; make the optimizer
-    afterwards. The keys of ``state_dict`` stay, and checkpoints of the plain model load as before; `plain_state_dict` gives one
-    to save. A plain tensor given to the model is sharded if it has three or more dims and as many as the first tensor that the
-    model is given; a DTensor is taken as it is. Plain tensors that the model makes for itself count as replicated. The call
-    enables torchhalo. A model that is parallelized already, with the same settings, is returned as it is.
+    afterwards. Their gradients are summed over the mesh once per backward, many in one collective, while it goes on: when
+    ``backward()`` returns they are replicated too; `no_sync` puts that off. Parameters that ``fully_shard`` or
+    `DistributedDataParallel` keeps, if called before, are left to it.
+
+    The keys of ``state_dict`` stay, and checkpoints of the plain model load as before; `plain_state_dict` gives one to save. A
+    plain tensor given to the model is sharded if it has three or more dims and as many as the first tensor that the model is
+    given; a DTensor is taken as it is. Plain tensors that the model makes for itself count as replicated. The call enables
+    torchhalo. A model that is parallelized already, with the same settings, is returned as it is.
 
     Args:
         model: Changed in place.
@@ -64,7 +73,6 @@ def parallelize(
                 "Call torchhalo.unparallelize(model) first"
             )
         return model
-    _replace_tensors(model, lambda tensor: tensor if isinstance(tensor, DTensor) else _replicated(tensor, mesh))
     edges.attach(model)
     return model
 
@@ -78,8 +86,34 @@ def unparallelize(model: nn.Module) -> nn.Module:
     edges = _edges_of(model)
     if edges is not None:
         edges.detach(model)
-        _replace_tensors(model, whole)
+        replace_tensors(model, whole)
     return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients of a parallelized model gather on each rank; the next backward outside sums them over the mesh.
+
+    For gradient accumulation: one reduction for several backwards. Until that backward, ``grad`` holds partial sums. Where DDP
+    or FSDP keeps the parameters, use its own way.
+
+    Example:
+        >>> with torchhalo.no_sync(model):  # doctest: +SKIP
+        ...     loss(model(first)).backward()
+        >>> loss(model(second)).backward()  # doctest: +SKIP
+    """
+    found = [edges for module in model.modules() if (edges := _edges_of(module)) is not None]
+    if not found or any(edges.wrapped for edges in found):
+        reason = "DDP or FSDP keeps its parameters: use its own way" if found else "call torchhalo.parallelize first"
+        raise ValueError(f"no_sync: torchhalo does not reduce the gradients of this model; {reason}")
+    before = [edges.reducer.on for edges in found]
+    for edges in found:
+        edges.reducer.on = False
+    try:
+        yield
+    finally:
+        for edges, on in zip(found, before, strict=True):
+            edges.reducer.on = on
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -119,8 +153,10 @@ class _Edges:
             if value not in known:
                 raise ValueError(f"parallelize: `{name}` must be one of {known}, got {value!r}")
         self.mesh, self.dims, self.inputs, self.outputs = mesh, dims, inputs, outputs
-        self._scopes: list[AbstractContextManager[object]] = []
-        self._handles: list[Any] = []
+        self.reducer, self.wrapped = Reducer(mesh), False
+        self._shares = False
+        self._agreed: set[tuple[str, ...]] = set()
+        self._scopes: list[AbstractContextManager[object] | None] = []
 
     @property
     def settings(self) -> tuple[object, ...]:
@@ -133,35 +169,59 @@ class _Edges:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Edges:
         """For a copy of the model (an average of weights, say): on the same mesh, which cannot be copied."""
         copied = memo[id(self)] = _Edges(self.mesh, self.dims, self.inputs, self.outputs)
+        copied.wrapped, copied._shares = self.wrapped, self._shares
         return copied
 
-    def attach(self, module: nn.Module) -> None:
-        module.__dict__["_torchhalo"] = self
-        module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        module.register_forward_hook(self.leave, always_call=True)
-        module.register_load_state_dict_pre_hook(self.load)
+    def attach(self, model: nn.Module) -> None:
+        """Replicate what nobody else keeps, and put hooks on the model and its modules."""
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        agree(f"the parameters of {type(model).__name__}", {name: _told(tensor) for name, tensor in tensors}, self.mesh)
+        kept = _kept(model)
+        self.wrapped, self._shares = bool(kept), _averages(model, kept, self.mesh)
+        replace_tensors(model, lambda tensor: (_same if id(tensor) in kept else _replicated)(tensor, self.mesh))
+        self.reducer.watch(model)
+        model.__dict__["_torchhalo"] = self
+        model.register_forward_pre_hook(self.enter, with_kwargs=True)
+        model.register_load_state_dict_pre_hook(self.load)
+        for module in model.modules():
+            # Each for itself as well: activation checkpointing calls them again while backward runs, outside of the model.
+            module.register_forward_pre_hook(self.open)
+            module.register_forward_hook(self.close, always_call=True)
+        model.register_forward_hook(self.leave)
 
-    def detach(self, module: nn.Module) -> None:
-        del module.__dict__["_torchhalo"]
-        for table in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_pre_hooks):
-            for key, hook in list(table.items()):
-                if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
-                    del table[key]
+    def detach(self, model: nn.Module) -> None:
+        del model.__dict__["_torchhalo"]
+        for module in model.modules():
+            for table in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_pre_hooks):
+                for key, hook in list(table.items()):
+                    if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
+                        del table[key]
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Shard the inputs, and open the scope in which plain tensors count as replicated."""
+    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Shard the inputs."""
+        if not torch.compiler.is_compiling():
+            self.reducer.watch(model)  # also what has been copied, assigned or unfrozen since
+            self._agree(model, tensors_in((args, kwargs)))
         dims = next((tensor.ndim for tensor in tensors_in((args, kwargs))), 0)
         args, kwargs = _mapped(lambda tensor: self._sharded(tensor, dims), (args, kwargs))
-        scope = plain_as_replicated()
-        scope.__enter__()
-        self._scopes.append(scope)
         return args, kwargs
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Close the scope, also after an error, and put the outputs together if they are wanted whole."""
-        if self._scopes:
-            self._scopes.pop().__exit__(None, None, None)
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Put the outputs together if they are wanted whole."""
         return _mapped(whole, output) if self.outputs == "whole" else output
+
+    def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Open the scope in which plain tensors count as replicated, unless it is open."""
+        scope = None if self._scopes else plain_as_replicated(gradients="shares" if self._shares else "whole")
+        if scope is not None:
+            scope.__enter__()
+        self._scopes.append(scope)
+
+    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Close what `open` opened, also after an error."""
+        scope = self._scopes.pop() if self._scopes else None
+        if scope is not None:
+            scope.__exit__(None, None, None)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
         """Let a checkpoint of plain tensors into the replicated parameters and buffers."""
@@ -172,6 +232,18 @@ class _Edges:
                 given = given.to(tensor.device_mesh.device_type)
                 state[prefix + name] = distribute_tensor(given, tensor.device_mesh, tensor.placements)
 
+    def _agree(self, model: nn.Module, inputs: list[torch.Tensor]) -> None:
+        """Have the ranks compare inputs of new shapes or dtypes, which are new on all of them at once, or they differ."""
+        if self.inputs == "shard":
+            return  # whose shapes `_joined` compares
+        told = tuple(map(_told, inputs))
+        if told not in self._agreed:
+            facts = {f"input {number}": text for number, text in enumerate(told)}
+            agree(f"the inputs of {type(model).__name__}", facts, self.mesh)
+            if len(self._agreed) >= 1024:
+                self._agreed.clear()
+            self._agreed.add(told)
+
     def _sharded(self, tensor: torch.Tensor, dims: int) -> torch.Tensor:
         if isinstance(tensor, DTensor) or tensor.ndim != dims or dims < 3:
             return tensor
@@ -180,11 +252,15 @@ class _Edges:
         return _joined(tensor, self.mesh, placements_for(tensor.shape, self.mesh.ndim, self.dims))
 
 
+def _told(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _edges_of(model: nn.Module) -> _Edges | None:
     return model.__dict__.get("_torchhalo")
 
 
-def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put what ``change`` makes of each parameter and buffer in its place; those that are shared stay shared."""
     changed: dict[int, torch.Tensor] = {}
     for table, name, tensor in list(_slots(model)):
@@ -239,7 +315,46 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    return distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    """``tensor`` with the values of the first rank of the mesh."""
+    return tensor if isinstance(tensor, DTensor) else distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+
+
+def _kept(model: nn.Module) -> dict[int, list[int]]:
+    """The tensors that DDP or FSDP keeps, by identity, and the ranks over which it takes the mean of their gradients."""
+    kept: dict[int, list[int]] = {}
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            kept |= {id(tensor): ranks for tensor in chain(module.parameters(), module.buffers())}
+        elif isinstance(module, FSDPModule):
+            meshes = {id(tensor): tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
+            kept |= {key: list(dispatch.members(mesh, range(mesh.ndim))) for key, mesh in meshes.items()}
+    return kept
+
+
+def _same(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor that DDP or FSDP keeps; a plain one gets the values of the first rank of the mesh."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(_replicated(tensor, mesh).to_local())
+    return tensor
+
+
+def _averages(model: nn.Module, kept: dict[int, list[int]], mesh: DeviceMesh) -> bool:
+    """Whether the mean that DDP or FSDP takes goes over the ranks of ``mesh`` too.
+
+    Raises:
+        ValueError: For some parameters, or for some ranks.
+    """
+    if not kept:
+        return False
+    space = set(dispatch.members(mesh, range(mesh.ndim)))
+    shared = {len(space & set(ranks)) for ranks in kept.values()}
+    if shared - {1, len(space)} or len(shared) > 1:
+        raise ValueError(
+            "parallelize: the mean that DDP or FSDP takes of the gradients must go over all ranks of the mesh of `parallelize` "
+            f"or over none, for all parameters alike; over {sorted(space)} it goes over {sorted(shared)} of them"
+        )
+    return len(space) > 1 and shared == {len(space)}
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from torchhalo import dispatch
+from torchhalo import debug, dispatch
 
 
 class plain_as_replicated(TorchFunctionMode):
@@ -22,14 +22,19 @@ class plain_as_replicated(TorchFunctionMode):
     every rank. A plain tensor cannot hold a shard, so writing a DTensor into one raises. Contexts nest; outside, mixing
     raises as ever.
 
+    Args:
+        gradients: "shares" for a model whose parameters DDP or FSDP keeps as plain tensors: each rank gets a share of the
+            gradient of a parameter, such that the mean over the ranks, which the wrapper takes, is the gradient.
+
     Example:
         >>> import torchhalo
         >>> with torchhalo.plain_as_replicated():
         ...     pass  # here ``x + torch.linspace(0, 1, x.shape[-1])`` is right for a DTensor ``x``
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gradients: Literal["whole", "shares"] = "whole") -> None:
         super().__init__()
+        self._shares = gradients == "shares"
         self._before: list[bool] = []  # one per entry, as the same context may be entered again
 
     def __enter__(self) -> plain_as_replicated:
@@ -58,7 +63,7 @@ class plain_as_replicated(TorchFunctionMode):
                 "DTensor with torch.distributed.tensor.distribute_tensor(tensor, mesh), or use the form of the op that is "
                 "not in place"
             )
-        replicate = _Replicate(_name(func), mesh)
+        replicate = _Replicate(_name(func), mesh, self._shares)
         return func(*replicate(args), **replicate(kwargs))
 
 
@@ -103,8 +108,8 @@ _AS_THEY_ARE = {
 class _Replicate:
     """Makes plain tensors replicated DTensors on a mesh, in lists, tuples and dicts too, with a step in the autograd graph."""
 
-    def __init__(self, name: str, mesh: DeviceMesh):
-        self._name, self._mesh = name, mesh
+    def __init__(self, name: str, mesh: DeviceMesh, shares: bool):
+        self._name, self._mesh, self._shares = name, mesh, shares
 
     def __call__(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -116,9 +121,29 @@ class _Replicate:
         return argument
 
     def _replicated(self, tensor: torch.Tensor) -> DTensor:
-        if os.environ.get("TORCHHALO_DEBUG") == "1" and not torch.compiler.is_compiling():
+        if debug.ON and not torch.compiler.is_compiling():
             assert_same(self._name, tensor.detach(), self._mesh)
+        # torch.compile cannot look into the first way; the second, with a sum for each parameter, has the same mean.
+        if self._shares and isinstance(tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+            return _Shared.apply(tensor, self._mesh)
         return DTensor.from_local(tensor, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+
+class _Shared(torch.autograd.Function):
+    """A plain parameter as a replicated DTensor.
+
+    Adjoint: this rank's partial sum, times the number of ranks, so that the mean over them is the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return dispatch.replicated(tensor.detach(), mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        kept = [p if p.is_partial("sum") else Replicate() for p in grad.placements]
+        ranks = prod(grad.device_mesh.size(axis) for axis, p in enumerate(kept) if p.is_partial())
+        return dispatch.local(dispatch.redistribute(grad, kept)) * ranks, None
 
 
 def assert_same(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
