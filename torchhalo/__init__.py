@@ -3,13 +3,16 @@
 from torchhalo import ops as ops
 from torchhalo.arrays import shard, store
 from torchhalo.check import check
+from torchhalo.checkpoint import Checkpoints
 from torchhalo.dispatch import disable, enable, enabled
 from torchhalo.gathers import GatherError, GatherWarning, strict
 from torchhalo.ops.randomness import torch_random
 from torchhalo.parallel import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
 from torchhalo.plain import plain_as_replicated
+from torchhalo.start import materialize
 
 __all__ = [
+    "Checkpoints",
     "GatherError",
     "GatherWarning",
     "SpatialParallel",
@@ -17,6 +20,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "materialize",
     "no_sync",
     "parallelize",
     "plain_as_replicated",
