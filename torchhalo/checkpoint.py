@@ -79,8 +79,8 @@ class Checkpoints:
         `materialize` before and make the optimizer then.
 
         Returns:
-            ``step`` and the ``extra`` of `save`, tensors on the CPU; None if there is no checkpoint yet. The extra is unpickled,
-            so load only checkpoints that you trust.
+            ``step`` and the ``extra`` of `save`, tensors on the CPU; None if there is no checkpoint yet. They are
+            unpickled, so load only what you trust.
         """
         found = _on_first_rank(self._newest)
         if found is None:
