@@ -19,3 +19,8 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield get
     for each in pools.values():
         each.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -18,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhalo
-from torchhalo import windowed
+from torchhalo import dispatch, windowed
 
 TIMEOUT = 300
+#: The gloo ranks are forked from a process that has imported these and done nothing else: each would take seconds for it.
+PRELOAD = ["hypothesis", "pytest", "torch._inductor.compile_fx", "torch.distributed._local_tensor", "torchhalo"]
+# Compilers that many processes share: no workers for each of them, and no vector code, which takes longest to compile.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")  # of the simulated ranks; the gloo ones are on the CPU
 if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that can be, 0 never; else by size
     windowed.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
@@ -46,7 +51,8 @@ class Pool:
     """Gloo processes that run functions of the test modules, the same on every rank."""
 
     def __init__(self, ranks: int):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(ranks):
@@ -156,23 +162,88 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
     To the bit, except on CUDA, whose kernels need not give the same bits twice.
     """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
+    if isinstance(local, LocalTensor) and _by_hand(tensor.device_mesh, tensor.placements):
+        return _joined(tensor)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if not isinstance(full, LocalTensor):
-        return full.detach()
-    first, *others = (value.detach() for value in full._local_tensors.values())
+    values = full._local_tensors.values() if isinstance(full, LocalTensor) else (full,)
+    return _same([value.detach() for value in values])
+
+
+def _same(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = values
     tolerance = 0.0 if first.device.type == "cpu" else 1e-10 if first.dtype == torch.float64 else 1e-2
     for other in others:
         torch.testing.assert_close(other, first, rtol=tolerance, atol=tolerance, equal_nan=True)
     return first
 
 
+# `distribute_tensor` and `full_tensor` take longer in LocalTensor mode than what is tested. So on a mesh of all ranks shards
+# are cut, and put together, by hand.
+
+
+def _by_hand(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    mode = local_tensor_mode()
+    return mode is not None and mesh.size() == len(mode.ranks) and {type(p) for p in placements} <= {Shard, Replicate}
+
+
+def _ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], int]:
+    """The rank at each place of ``mesh``, with which that is kept: to ask takes milliseconds, and an equal one may differ."""
+    if "_test_ranks" not in mesh.__dict__:
+        with maybe_disable_local_tensor_mode(), torch.inference_mode(False):
+            ranks = mesh.mesh.flatten().tolist()
+        mesh.__dict__["_test_ranks"] = dict(zip(itertools.product(*map(range, mesh.shape)), ranks, strict=True))
+    return mesh.__dict__["_test_ranks"]
+
+
+def _parts(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+    """What each of the ranks along one axis gets."""
+    if not isinstance(placement, Shard):
+        return [tensor] * ranks
+    parts = tensor.chunk(ranks, placement.dim)
+    return [*parts, *[tensor.narrow(placement.dim, 0, 0)] * (ranks - len(parts))]
+
+
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    with maybe_disable_local_tensor_mode():
+        places = {(): tensor.detach()}
+        for axis, placement in enumerate(placements):
+            places = {
+                (*place, i): part
+                for place, whole in places.items()
+                for i, part in enumerate(_parts(whole, placement, mesh.size(axis)))
+            }
+        # contiguous, as those of `distribute_tensor` are
+        shards = {rank: places[at].clone(memory_format=torch.contiguous_format) for at, rank in _ranks(mesh).items()}
+    return dispatch.wrap(LocalTensor(shards), mesh, placements, dispatch.Meta(tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def _joined(tensor: DTensor) -> torch.Tensor:
+    mesh, placements, ranks = tensor.device_mesh, tensor.placements, _ranks(tensor.device_mesh)
+    shards = {at: tensor._local_tensor._local_tensors[rank].detach() for at, rank in ranks.items()}
+
+    def along(axis: int, place: tuple[int, ...], meta: torch.Tensor) -> torch.Tensor:
+        if axis == mesh.ndim:
+            assert shards[place].shape == meta.shape, f"{place} has {shards[place].shape} of {tensor.shape} {placements}"
+            return shards[place]
+        expected = _parts(meta, placements[axis], mesh.size(axis))
+        parts = [along(axis + 1, (*place, i), part) for i, part in enumerate(expected)]
+        return torch.cat(parts, placements[axis].dim) if isinstance(placements[axis], Shard) else _same(parts)
+
+    with maybe_disable_local_tensor_mode():
+        return along(0, (), torch.empty(tensor.shape, device="meta"))
+
+
 def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """``distribute_tensor``, also for Partial placements: each summand is then an equal part of the value."""
     mode = local_tensor_mode()
-    if mode is not None and not isinstance(tensor, LocalTensor):
-        tensor = LocalTensor({rank: tensor.clone() for rank in mode.ranks})
     kept = [Replicate() if isinstance(p, Partial) else p for p in placements]
-    sharded = distribute_tensor(tensor, mesh, kept)
+    if not isinstance(tensor, LocalTensor) and _by_hand(mesh, kept):
+        sharded = _cut(tensor, mesh, kept)
+    else:
+        if mode is not None and not isinstance(tensor, LocalTensor):
+            tensor = LocalTensor({rank: tensor.clone() for rank in mode.ranks})
+        sharded = distribute_tensor(tensor, mesh, kept)
     if kept == list(placements):
         return sharded
     summands = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if isinstance(p, Partial))

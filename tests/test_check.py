@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 import torchhalo
 from torchhalo.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 class Residual(nn.Module):
     def __init__(self) -> None:

@@ -132,6 +132,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 # A grouped convolution may gather channels, never space.
 @pytest.mark.filterwarnings("ignore:aten.convolution.default gathers a tensor of shape .* along dim 1:torchhalo.GatherWarning")

@@ -5,6 +5,7 @@ from torchhalo.arrays import shard, store
 from torchhalo.check import check
 from torchhalo.checkpoint import Checkpoints
 from torchhalo.dispatch import disable, enable, enabled
+from torchhalo.explain import explain
 from torchhalo.gathers import GatherError, GatherWarning, strict
 from torchhalo.ops.randomness import torch_random
 from torchhalo.parallel import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
@@ -20,6 +21,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "explain",
     "materialize",
     "no_sync",
     "parallelize",

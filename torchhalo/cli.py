@@ -1,9 +1,10 @@
-"""The command line: ``torchhalo demo`` and ``torchhalo check``."""
+"""The command line: ``torchhalo demo``, ``torchhalo check`` and ``torchhalo explain``."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,15 @@ import torchhalo
 from torchhalo import demo
 from torchhalo.arrays import placements_for
 from torchhalo.check import TOLERANCE, check
+from torchhalo.explain import DEVICES, explain, smallest_mesh
 from torchhalo.launch import RankError
 from torchhalo.observe import named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
+
+EXPLAINED = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 
 CHECKED = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
@@ -36,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_check(commands)
+    _add_explain(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -84,6 +91,18 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     about = "Run a model on random input, sharded over local processes and in one process, and compare."
     after = "Exit status: 0 if the sharded model gives one process's numbers and gathers next to nothing, else 1."
     parser = commands.add_parser("check", help=about, description=about, epilog=after)
+    _add_model(parser)
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the input (default: 2)")
+    parser.add_argument("--mesh", type=_mesh, metavar="NxM", help="processes along two dims of the input, such as 2x2")
+    parser.add_argument("--backward", action="store_true", help="compare the gradients of inputs and parameters too")
+    parser.add_argument("--eval", action="store_true", help="in evaluation mode (default: training mode)")
+    parser.add_argument("--dtype", choices=CHECKED, default="float64", help="of weights and input (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and input (default: %(default)s)")
+    parser.set_defaults(run=lambda arguments: _check(parser, arguments))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What names a model, its inputs and how they are cut."""
     parser.add_argument(
         "model", metavar="module:factory", help="a function that makes the model, also of a file in this folder"
     )
@@ -95,23 +114,16 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SHAPE",
         help="such as 1,3,512,512; again for a second input",
     )
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the input (default: 2)")
-    parser.add_argument("--mesh", type=_mesh, metavar="NxM", help="processes along two dims of the input, such as 2x2")
     parser.add_argument(
         "--dims",
         type=_dims,
         metavar="D",
         help="dims to cut, one for each axis of the mesh, such as 3 or 2,3 or -1 (default: chosen)",
     )
-    parser.add_argument("--backward", action="store_true", help="compare the gradients of inputs and parameters too")
-    parser.add_argument("--eval", action="store_true", help="in evaluation mode (default: training mode)")
-    parser.add_argument("--dtype", choices=CHECKED, default="float64", help="of weights and input (default: %(default)s)")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and input (default: %(default)s)")
-    parser.set_defaults(run=lambda arguments: _check(parser, arguments))
 
 
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    mesh = _agreed_mesh(parser, arguments)
+def _must_fit(parser: argparse.ArgumentParser, arguments: argparse.Namespace, mesh: tuple[int, ...]) -> None:
+    """End with what is wrong about the model, its input or the dims, if anything is."""
     if arguments.dims is not None and len(arguments.dims) != len(mesh):
         parser.error(f"--dims names {len(arguments.dims)} dims, the mesh has {len(mesh)} axes: give one dim for each")
     try:
@@ -119,6 +131,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         placements_for(arguments.input[0], len(mesh), arguments.dims)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    mesh = _agreed_mesh(parser, arguments)
+    _must_fit(parser, arguments, mesh)
     try:
         report = check(
             arguments.model,
@@ -136,6 +153,54 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         return 130
     print(report)
     return 0 if report.ok else 1
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "Tell what each layer of a model keeps, sends and needs on a mesh, without running it: no processes, no memory."
+    parser = commands.add_parser("explain", help=about, description=about)
+    _add_model(parser)
+    parser.add_argument("--mesh", type=_any_mesh, default=(2,), metavar="N[xM]", help="such as 8 or 2x4 (default: 2)")
+    parser.add_argument("--dtype", choices=EXPLAINED, default="float32", help="of weights and input (default: %(default)s)")
+    parser.add_argument("--train", action="store_true", help="a training step (default: a forward in evaluation mode)")
+    parser.add_argument(
+        "--memory", type=_amount, metavar="BYTES", help="find the smallest mesh on which a rank needs no more, such as 80GB"
+    )
+    parser.add_argument("--device", choices=sorted(DEVICES), help="predict the time of a step on such devices")
+    parser.add_argument("--flops", type=_amount, metavar="N", help="predict it for so many operations per second, such as 400T")
+    parser.add_argument("--bandwidth", type=_amount, metavar="BYTES", help="and so many bytes per second, such as 50GB")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=lambda arguments: _explain(parser, arguments))
+
+
+def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    _must_fit(parser, arguments, arguments.mesh)
+    if (arguments.flops is None) != (arguments.bandwidth is None):
+        parser.error("--flops and --bandwidth go together")
+    speed = (arguments.flops, arguments.bandwidth) if arguments.flops else DEVICES.get(arguments.device)
+
+    def progress(text: str) -> None:
+        print(f"torchhalo explain: {text}", file=sys.stderr, flush=True)
+
+    case = {"dims": arguments.dims, "dtype": EXPLAINED[arguments.dtype], "train": arguments.train, "progress": progress}
+    try:
+        found = explain(arguments.model, arguments.input, arguments.mesh, **case)
+        print(found.json() if arguments.json else found)
+        if speed is not None and not arguments.json:
+            hidden, exposed = found.seconds(*speed)
+            print(f"predicted step          {hidden:.2g} s if communication is hidden, {exposed:.2g} s if not")
+        if arguments.memory is not None and not arguments.json:
+            mesh = smallest_mesh(arguments.model, arguments.input, arguments.memory, len(arguments.mesh), **case)
+            size = f"{arguments.memory:,} bytes"
+            fits = (
+                f"{size} suffice on a mesh of {'x'.join(map(str, mesh))}"
+                if mesh
+                else f"no mesh of up to 4096 ranks fits {size}"
+            )
+            print(f"smallest mesh           {fits}")
+    except KeyboardInterrupt:
+        print("torchhalo explain: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def _agreed_mesh(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -168,6 +233,18 @@ def _size(text: str) -> tuple[int, int]:
 
 def _mesh(text: str) -> tuple[int, ...]:
     return _sizes(text, "HxW, such as 2x2", 2, 2)
+
+
+def _any_mesh(text: str) -> tuple[int, ...]:
+    return _sizes(text, "N or NxM, such as 8 or 2x4", 1, 3)
+
+
+def _amount(text: str) -> int:
+    """A number with a unit, such as 80GB, 400T or 1.5GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", text, re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"wants a number with a unit, such as 80GB or 400T, got {text!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGTP".index(found[2].upper() or " "))
 
 
 def _shape(text: str) -> tuple[int, ...]:

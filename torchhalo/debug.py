@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -164,7 +165,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class _Modules(threading.local):
+class Modules(threading.local):
     """Which modules run in this thread, the innermost last.
 
     In backward, the step of the autograd graph that runs bears the path of the module that made it: it is noted there when a
@@ -176,9 +177,15 @@ class _Modules(threading.local):
     def __init__(self) -> None:
         self._stack: list[nn.Module] = []
 
-    def watch(self) -> list[Any]:
-        """Begin; how to end."""
-        return [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, `path` and `backward` know."""
+        hooks = register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def path(self) -> str:
         """Of the module that runs, forward or backward, in the model to which it belongs; nothing outside of modules."""
@@ -225,6 +232,7 @@ class _Comparison:
         group: dist.ProcessGroup,
         sent: Sequence[int] = (),
         received: Sequence[int] = (),
+        about: object = None,
     ) -> None:
         if dispatch.simulated():
             return
@@ -257,9 +265,9 @@ def _here(kind: str, op: dispatch.Op | None, facts: dict[str, str]) -> Record:
     call = dispatch.running()
     if call is not None:
         op, facts = call.op, _arguments(call) | facts
-    path = _modules.path()
+    path = modules.path()
     place = kind if op is None else op.overloadpacket.__name__
-    place += (f" in `{path}`" if path else "") + (", backward" if _modules.backward() else "")
+    place += (f" in `{path}`" if path else "") + (", backward" if modules.backward() else "")
     return {"place": place, "facts": facts}
 
 
@@ -294,19 +302,18 @@ def _desk() -> Desk:
     return _desks[0]
 
 
-_modules = _Modules()
-_handles: list[Any] = []
+modules = Modules()
+_comparing = ExitStack()
 
 
 def compare(on: bool) -> None:
     """Compare what ranks are about to send from now on, or no longer; to be called on all ranks alike."""
     global ON
     ON = on
-    dispatch.watch_collectives(_Comparison() if on else None)
-    while _handles:
-        _handles.pop().remove()
+    _comparing.close()
     if on:
-        _handles.extend(_modules.watch())
+        _comparing.enter_context(dispatch.watched_by(_Comparison()))
+        _comparing.enter_context(modules.watched())
 
 
 if os.environ.get("TORCHHALO_DEBUG") == "1":

@@ -28,7 +28,12 @@ from torch.distributed._local_tensor import local_tensor_mode, maybe_run_for_loc
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+    redistribute_local_tensor,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -59,6 +64,8 @@ __all__ = [
     "enable",
     "enabled",
     "fiber_group",
+    "forget_stock",
+    "imagined",
     "key_value_store",
     "leaves",
     "local",
@@ -83,6 +90,7 @@ __all__ = [
     "replicate_implicitly",
     "replicated",
     "running",
+    "shapes_only",
     "signature",
     "simulated",
     "spoil",
@@ -92,13 +100,16 @@ __all__ = [
     "traced",
     "tracing",
     "wait",
-    "watch_collectives",
+    "watched_by",
     "without_advice",
     "without_partial",
     "wrap",
 ]
 
 SUPPORTED = (2, 11), (2, 16)
+
+#: How many things are kept, of each kind, to be found again; then all are let go.
+KEPT = 4096
 
 Op = torch._ops.OpOverload
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], object]
@@ -157,6 +168,7 @@ def _decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 def _enter(op: Op, handler: Handler, module: str, traffic: str, limits: str) -> None:
     if op in _handlers:
         raise ValueError(f"{op} has a handler in {_entries[op].family} already, {module} gives it another")
+    _table.cache_clear()
     _handlers[op] = handler
     _entries[op] = Entry(op, module.rpartition(".")[2], traffic, limits)
 
@@ -167,18 +179,20 @@ def around(*ops: Op) -> Callable[[F], F]:
     def keep(wrapper: F) -> F:
         for op in ops:
             _around.setdefault(op, []).append(wrapper)
+        _table.cache_clear()
         return wrapper
 
     return keep
 
 
-def _wrapped(handlers: dict[Op, Handler]) -> dict[Op, Handler]:
+@lru_cache(maxsize=1)
+def _table() -> dict[Op, Handler]:
     """The handlers with what is `around` them, and those of other ops that something is around."""
-    found = dict(handlers)
+    found = {**_handlers, **_out_handlers()}
     for op, wrappers in _around.items():
         for wrapper in wrappers:
             found[op] = wrapper(found.get(op, stock))
-    return found
+    return {op: _noted(handler) for op, handler in found.items()}
 
 
 class Call(NamedTuple):
@@ -349,8 +363,8 @@ def _redistribute_local_args(stock: Callable[..., None], op_info: Any, schema: A
             assert spec.tensor_meta is not None
             shape, _, dtype = spec.tensor_meta
             gathers.notice(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
-            if _watcher is not None:
-                _watcher.redistribution(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+            for watcher in _watchers:
+                watcher.redistribution(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
     stock(op_info, schema, use_values)
 
 
@@ -448,7 +462,7 @@ def enable() -> _Enabled:
     handlers = _stock_handlers()
     was_enabled = enabled()
     if not was_enabled:
-        ours = {op: _noted(handler) for op, handler in _wrapped({**_handlers, **_out_handlers()}).items()}
+        ours = _table()
         _replaced.update({op: handlers.get(op) for op in ours})
         handlers.update(ours)
         _tag_compiled_code(True)
@@ -555,10 +569,35 @@ def prepared(mesh: DeviceMesh, make: Callable[..., R], *key: Any) -> R:
     kept: dict[Any, R] = mesh.__dict__.setdefault("_torchhalo", _Kept())
     known = make, *key
     if known not in kept:
-        if len(kept) >= 4096:
+        if len(kept) >= KEPT:
             kept.clear()
         kept[known] = make(mesh, *key)
+        _note_new()
     return kept[known]
+
+
+class _Met(threading.local):
+    new = 0
+
+
+_met = _Met()
+
+
+def _note_new() -> None:
+    """Let stock's caches go now and then. DTensor has one for each thread, so each thread counts what it prepares."""
+    _met.new += 1
+    if _met.new % KEPT == 0:
+        forget_stock()
+
+
+def forget_stock() -> None:
+    """Empty the caches of DTensor and of fake tensors, which never let go of a shape that they have met."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    FakeTensorMode.cache_clear()
 
 
 class _Kept(dict[Any, Any]):
@@ -661,8 +700,8 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
         spec = tensor._spec
         if tuple(step) != spec.placements:
             target = DTensorSpec(spec.mesh, tuple(step), spec.tensor_meta)
-            if _watcher is not None:
-                _watcher.redistribution(op, tensor.shape, tensor.dtype, spec.mesh, spec.placements, step)
+            for watcher in _watchers:
+                watcher.redistribution(op, tensor.shape, tensor.dtype, spec.mesh, spec.placements, step)
             shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
             tensor = DTensor(_bare(shard), target, requires_grad=False)
     return tensor
@@ -733,10 +772,13 @@ def plain_result(op: Op, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """
     key = (op, *(_signature(arg) for arg in args), *((name, _signature(arg)) for name, arg in sorted(kwargs.items())))
     if key not in _results:
-        with _disable_current_modes(), torch.no_grad(), _fake_mode():
-            out = op(*(_fake(arg) for arg in args), **{name: _fake(arg) for name, arg in kwargs.items()})
+        with _disable_current_modes(), torch.no_grad():
+            mode = _fake_mode()
+            fakes, named = [_fake(arg, mode) for arg in args], {name: _fake(arg, mode) for name, arg in kwargs.items()}
+            with mode:
+                out = op(*fakes, **named)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        if len(_results) >= 4096:
+        if len(_results) >= KEPT:
             _results.clear()
         _results[key] = tuple(Meta(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in outs)
     return _results[key]
@@ -755,13 +797,19 @@ def _plain_view(op: Op, shape: Any, stride: Any, dtype: torch.dtype, *args: Any)
     return Meta(tuple(view.shape), view.stride(), dtype)
 
 
+_modes = threading.local()  # one for each thread: inside an op a mode has state of its own
+
+
 def _fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    if not hasattr(_modes, "fake"):
+        _modes.fake = FakeTensorMode()
+        _modes.fake.cache_enabled = False  # it never lets go of a shape, and what is found here is kept already
+    return _modes.fake
 
 
-def _signature(arg: Any) -> object:
+def _signature(arg: Any) -> Any:
     if isinstance(arg, Signature):
         return *arg.meta, arg.device
     if isinstance(arg, DTensor):
@@ -771,15 +819,15 @@ def _signature(arg: Any) -> object:
     return int(arg) if isinstance(arg, torch.SymInt) else arg
 
 
-def _fake(arg: Any) -> Any:
-    if isinstance(arg, Signature):
-        return torch.empty_strided(arg.meta.shape, arg.meta.stride, dtype=arg.meta.dtype, device=arg.device)
-    if isinstance(arg, (list, tuple)):
-        return [_fake(item) for item in arg]
-    if not isinstance(arg, DTensor):
+def _fake(arg: Any, mode: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(arg, (list, tuple)) and not isinstance(arg, Signature):
+        return [_fake(item, mode) for item in arg]
+    if not isinstance(arg, (DTensor, Signature)):
         return arg
-    shape, stride = [int(n) for n in arg.shape], [int(n) for n in arg.stride()]
-    return torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device.type)
+    shape, stride, dtype, device = _signature(arg)
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), torch.device(device))
 
 
 # Ranks and communication.
@@ -827,15 +875,21 @@ def traced(tensor: torch.Tensor) -> bool:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all(
+    tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, about: object = None
+) -> torch.Tensor:
     """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
 
-    The result is for `wait`; what comes between overlaps with the communication.
+    Args:
+        about: What watchers are told besides.
+
+    Returns:
+        A buffer for `wait`; what comes between overlaps with the communication.
     """
+    for watcher in _watchers:
+        watcher.collective("all_to_all", tensor, group, sent, received, about)
     if traced(tensor) or local_tensor_mode():
         return funcol.all_to_all_single(tensor, list(received), list(sent), group)
-    if _watcher is not None:
-        _watcher.collective("all_to_all", tensor, group, sent, received)
     # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
     return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
 
@@ -889,8 +943,8 @@ def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
     if not axes:
         return tensor
     group = fiber_group(mesh, axes)[0]
-    if _watcher is not None:
-        _watcher.collective("all_reduce", tensor, group)
+    for watcher in _watchers:
+        watcher.collective("all_reduce", tensor, group)
     return funcol.all_reduce(tensor, reduction, group)
 
 
@@ -913,8 +967,8 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
     if not axes:
         return tensor.unsqueeze(0)
     group, places = fiber_group(mesh, axes)
-    if _watcher is not None:
-        _watcher.collective("all_gather", tensor, group)
+    for watcher in _watchers:
+        watcher.collective("all_gather", tensor, group)
     # torch 2.13 renamed it
     gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
     found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
@@ -929,8 +983,8 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
     group, places = fiber_group(mesh, axes)
     if places != tuple(range(len(places))):
         tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
-    if _watcher is not None:
-        _watcher.collective("reduce_scatter", tensor, group)
+    for watcher in _watchers:
+        watcher.collective("reduce_scatter", tensor, group)
     # torch 2.13 renamed it
     reduce = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     return wait(reduce(tensor.contiguous(), "sum", 0, group)).squeeze(0)
@@ -961,6 +1015,7 @@ class Watcher(Protocol):
         group: dist.ProcessGroup,
         sent: Sequence[int] = (),
         received: Sequence[int] = (),
+        about: object = None,
     ) -> None:
         """One of torchhalo's own, with how many elements go to and come from each member of the group, where that differs."""
 
@@ -976,13 +1031,43 @@ class Watcher(Protocol):
         """Those by which DTensor redistributes a tensor."""
 
 
-_watcher: Watcher | None = None
+_watchers: list[Watcher] = []
 
 
-def watch_collectives(watcher: Watcher | None) -> None:
-    """Tell ``watcher``, or nobody, of every collective that an op starts."""
-    global _watcher
-    _watcher = watcher
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Inside, ``watcher`` is told of every collective that an op starts."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+@contextmanager
+def imagined(ranks: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world in which nobody answers.
+
+    Raises:
+        RuntimeError: The process is in a real world already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group already; call it before `init_process_group`")
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # They know meshes by equality, and the next world may have an equal one, seen from another rank.
+        forget_stock()
+        _fiber.cache_clear()
+
+
+def shapes_only() -> Any:
+    """A context in which tensors have shapes and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def simulated() -> bool:

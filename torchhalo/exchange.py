@@ -234,6 +234,26 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
     return dispatch.per_rank(add, region, back, *_here(mesh))
 
 
+class _Counter:
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def collective(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        group: ProcessGroup,
+        sent: Sequence[int] = (),
+        received: Sequence[int] = (),
+        about: object = None,
+    ) -> None:
+        if kind == "all_to_all":
+            self.bytes.append(sum(sent) * tensor.element_size())
+
+    def redistribution(self, *about: object) -> None:
+        pass
+
+
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How many bytes this rank sends in each exchange inside, in a list that grows.
@@ -242,18 +262,9 @@ def counted() -> Iterator[list[int]]:
         >>> with counted() as sent:
         ...     pass  # train a step here, then ``sum(sent)``
     """
-    counts: list[int] = []
-    stock = dispatch.all_to_all
-
-    def counting(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> torch.Tensor:
-        counts.append(sum(sent) * tensor.element_size())
-        return stock(tensor, received, sent, group)
-
-    dispatch.all_to_all = counting
-    try:
-        yield counts
-    finally:
-        dispatch.all_to_all = stock
+    counter = _Counter()
+    with dispatch.watched_by(counter):
+        yield counter.bytes
 
 
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -273,7 +284,7 @@ def _transfer(
         return packed, *(rest * count for count in counts)
 
     packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
-    return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
+    return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group, None if back else exchange)
 
 
 @lru_cache(maxsize=1024)

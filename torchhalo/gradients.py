@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -30,33 +30,28 @@ class Reducer:
         on: Whether gradients are summed; if not, they gather as partial sums.
     """
 
-    _watched: ClassVar[WeakValueDictionary[int, DTensor]] = WeakValueDictionary()  # by any reducer: one is enough
-
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.on = mesh, True
+        self._model: Callable[[], nn.Module | None] = lambda: None
         # One for each backward that is running: its callback holds it, and lets go of it also where backward fails.
         self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """Sum the gradients of the model's parameters that are replicated over the mesh; may be called again."""
-        new = [p for p in model.parameters() if id(p) not in self._watched and p.requires_grad and isinstance(p, DTensor)]
+        self._model = ref(model)
+        new = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor) and not _watched(p)]
         if not new:
             return
         others = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for parameter in new:
             if parameter.device_mesh == self.mesh and id(parameter) not in others:
-                self._watched[id(parameter)] = parameter
-                parameter.register_hook(partial(self._arrive, ref(parameter)))
+                parameter.__dict__["_torchhalo_watched"] = id(parameter)
+                parameter.register_hook(self._arrive)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    def _arrive(self, known: ref[DTensor], grad: torch.Tensor) -> None:
-        """Put aside a gradient that is summed already: what is added to it now would have to be summed alone."""
-        parameter = known()
-        assert parameter is not None
-        before = parameter.grad
-        if self.on and isinstance(before, DTensor) and before.placements == parameter.placements:
-            self._pass().before[parameter] = before
-            parameter.grad = None
+    def _arrive(self, grad: torch.Tensor) -> None:
+        if self.on:
+            self._pass()
 
     def _accumulated(self, parameter: DTensor) -> None:
         if self.on:
@@ -66,9 +61,15 @@ class Reducer:
         number = dispatch.backward_number()
         running = self._passes.get(number)
         if running is None:
-            running = self._passes[number] = _Pass(self.mesh)
+            model = self._model()
+            running = self._passes[number] = _Pass(self.mesh, [] if model is None else filter(_watched, model.parameters()))
             dispatch.after_backward(running.finish)
         return running
+
+
+def _watched(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has hooks. A copy has the mark of the original; a weak reference would keep torch from moving it."""
+    return parameter.__dict__.get("_torchhalo_watched") == id(parameter)
 
 
 class _Piece(NamedTuple):
@@ -89,13 +90,19 @@ class _Piece(NamedTuple):
 
 
 class _Pass:
-    """The gradients of one backward."""
+    """The gradients of one backward.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Those that are summed already are put aside meanwhile: what is added to them would have to be summed alone.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: Iterable[Any]) -> None:
         self._mesh = mesh
-        self.before: dict[DTensor, DTensor] = {}
+        self._before: dict[DTensor, DTensor] = {}
         self._filling: dict[tuple[torch.dtype, tuple[int, ...]], list[_Piece]] = {}
         self._sent: list[tuple[list[_Piece], torch.Tensor]] = []
+        for parameter in parameters:
+            if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
+                self._before[parameter], parameter.grad = parameter.grad, None
 
     def add(self, parameter: DTensor) -> None:
         grad = parameter.grad
@@ -133,12 +140,12 @@ class _Pass:
                 grad = dispatch.wrap(piece.view(value), self._mesh, piece.parameter.placements, meta)
                 self._place(piece.parameter, grad)
         self._sent.clear()
-        for parameter, grad in self.before.items():  # whose gradients `torch.autograd.grad` gave to its caller
+        for parameter, grad in self._before.items():  # to which this backward has added nothing
             parameter.grad = grad
-        self.before.clear()
+        self._before.clear()
 
     def _place(self, parameter: DTensor, grad: DTensor) -> None:
-        before = self.before.pop(parameter, None)
+        before = self._before.pop(parameter, None)
         if before is None:
             parameter.grad = grad
         elif grad.requires_grad or before.requires_grad:

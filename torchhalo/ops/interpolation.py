@@ -159,7 +159,7 @@ class Taps(Intervals):
         return _table(self, outputs)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)  # each is as long as the outputs
 def _table(taps: Taps, outputs: Span) -> list[tuple[list[int], list[float]]]:
     found = [taps.taps(output) for output in range(outputs.start, outputs.stop)]
     most = max((len(reads) for reads, _ in found), default=0)
@@ -338,7 +338,7 @@ def interpolate(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{op.name()}: needs an input of {len(outputs) + 2} dims and sizes greater than 0, "
             f"got input (={tuple(input.shape)}) and output size (={tuple(outputs)})"
         )
-    (result,) = dispatch.plain_result(op, input, outputs, *rest)
+    result = dispatch.Meta(tuple(map(int, (*input.shape[:2], *outputs))), (), input.dtype)
     plain = _rounds_plainly(input, outputs)
     single = input.dtype != torch.float64 or (kind.nearest and plain)
     call = _Call.of(kind, input.shape[2:], outputs, rest, single, plain)

@@ -38,10 +38,10 @@ def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Handler of losses of which each element depends on one element of every tensor."""
     arguments, tensors = _named(op, args, kwargs)
     mesh = tensors["self"].device_mesh
-    (result,) = dispatch.plain_result(op, *arguments.values())
     (each,) = dispatch.plain_result(op, *{**arguments, "reduction": NONE}.values())
     placements = shared_placements(each.shape, tensors.values())
     reduction = arguments["reduction"]
+    result = each if reduction == NONE else dispatch.Meta((), (), each.dtype)
     summed = placements if reduction == NONE else [Replicate()] * mesh.ndim
     if done := dispatch.outside(tensors["self"], [result], [summed]):
         return done[0]

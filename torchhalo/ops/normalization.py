@@ -117,6 +117,18 @@ def _meta(tensor: DTensor) -> dispatch.Meta:
     return dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def _plain_batch_norm(op: dispatch.Op, input: DTensor, *rest: Any) -> tuple[Any, ...]:
+    """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
+    if 0 in input.shape:
+        return dispatch.plain_result(op, input, *rest)
+    known = dispatch.signature(input)
+    shape, stride, dtype = known.meta
+    few = (2, shape[1], *[2] * (len(shape) - 2))
+    small = known._replace(meta=dispatch.Meta(few, strides(few, torch.contiguous_format), dtype))
+    first, *others = dispatch.plain_result(op, small, *rest)
+    return first._replace(shape=shape, stride=strides(shape, memory_format(shape, stride))), *others
+
+
 @dispatch.register(
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
@@ -135,7 +147,7 @@ def batch_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = named(op, args, kwargs)
     names = ("input", "weight", "bias", "running_mean", "running_var")
     input, *parameters = dispatch.as_dtensors("batch_norm", **{name: given.get(name) for name in names})
-    results = dispatch.plain_result(op, *args, **kwargs)
+    results = _plain_batch_norm(op, *dispatch.bound(op, args, kwargs))
     training = given.get("training", "with_update" in op.overloadpacket.__name__)
     eps = given["eps"] if "eps" in given else given["epsilon"]
     input = dispatch.reduced(input)
