@@ -8,9 +8,10 @@ OTHER := $(filter-out $(PINNED),$(TORCH))
 VENV := .venv$(if $(OTHER),-$(OTHER))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo models clean
+.PHONY: help setup test lint format demo models docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -45,6 +46,14 @@ demo: $(READY)  ## train on an image sharded over two local processes, beside on
 models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (an hour)
 	$(BIN)/python -m models --output docs/models.md
 
+docs: $(DOCS)/.ready  ## build the site of docs/ in site/; a warning, such as of a broken link, fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --requirement requirements-docs.txt
+	touch $@
+
 clean:  ## remove the environments, caches and build products
-	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find torchhalo tests -name __pycache__ -type d -prune -exec rm -rf {} +

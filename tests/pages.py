@@ -12,11 +12,14 @@ DOCS = Path(__file__).parent.parent / "docs"
 def snippet(page: str, heading: str, language: str = "python") -> str:
     """The first code block below a heading of ``docs/page.md``."""
     text = (DOCS / f"{page}.md").read_text()
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"no heading {heading!r} in {page}.md"
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", found[1], re.MULTILINE | re.DOTALL)
-    assert blocks, f"no {language} block under {heading!r} in {page}.md"
-    return blocks[0]
+    below, found = "", ""
+    # Fences first: a comment in a block looks like a heading.
+    for fence, code, line in re.findall(r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]*)$", text, re.MULTILINE | re.DOTALL):
+        below = line or below
+        if below == heading and fence == language and not found:
+            found = code
+    assert found, f"no {language} block under {heading!r} in {page}.md"
+    return found
 
 
 def execute(code: str, names: dict[str, Any], device: str = "cpu") -> dict[str, Any]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import torchhalo
-from torchhalo import demo
+from torchhalo import demo, report
 from torchhalo.arrays import placements_for
 from torchhalo.check import TOLERANCE, check
-from torchhalo.explain import DEVICES, explain, smallest_mesh
+from torchhalo.explain import DEVICES, Explanation, explain, smallest_mesh
 from torchhalo.launch import RankError
 from torchhalo.observe import named
 
@@ -169,6 +169,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--flops", type=_amount, metavar="N", help="predict it for so many operations per second, such as 400T")
     parser.add_argument("--bandwidth", type=_amount, metavar="BYTES", help="and so many bytes per second, such as 50GB")
     parser.add_argument("--json", action="store_true", help="for programs")
+    for kind, about in (("html", "a page to look at, layer by layer"), ("svg", "a picture"), ("png", "a picture of pixels")):
+        parser.add_argument(f"--{kind}", type=_new_file, metavar="PATH", help=f"write {about}")
     parser.set_defaults(run=lambda arguments: _explain(parser, arguments))
 
 
@@ -185,6 +187,7 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     try:
         found = explain(arguments.model, arguments.input, arguments.mesh, **case)
         print(found.json() if arguments.json else found)
+        _write_report(found, arguments)
         if speed is not None and not arguments.json:
             hidden, exposed = found.seconds(*speed)
             print(f"predicted step          {hidden:.2g} s if communication is hidden, {exposed:.2g} s if not")
@@ -203,6 +206,15 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
+def _write_report(found: Explanation, arguments: argparse.Namespace) -> None:
+    """Write the files that were asked for, and tell where they are, aside from what programs read."""
+    for path, make in ((arguments.html, report.html), (arguments.svg, report.svg), (arguments.png, report.png)):
+        if path is not None:
+            content = make(found)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            print(f"torchhalo explain: wrote {path}", file=sys.stderr)
+
+
 def _agreed_mesh(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[int, ...]:
     """The shape of the mesh that --mesh and --ranks ask for."""
     mesh: tuple[int, ...] = arguments.mesh or (arguments.ranks or 2,)
@@ -210,6 +222,12 @@ def _agreed_mesh(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         shape = "x".join(map(str, mesh))
         parser.error(f"--mesh {shape} has {math.prod(mesh)} ranks, but --ranks is {arguments.ranks}: give one of them")
     return mesh
+
+
+def _new_file(text: str) -> Path:
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"wants a path in a folder that exists, got {text!r}")
+    return Path(text)
 
 
 def _positive(text: str) -> int:

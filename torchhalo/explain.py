@@ -144,6 +144,11 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(_table(self))
 
+    def _repr_html_(self) -> str:
+        from torchhalo import report  # which imports this module
+
+        return report.frame(self)
+
 
 def explain(
     model: Any,
@@ -244,7 +249,7 @@ def _seen(
     number = 0
     for size, at in zip(mesh_shape, place, strict=True):
         number = number * size + at
-    with dispatch.imagined(math.prod(mesh_shape), number):
+    with dispatch.enable(), dispatch.imagined(math.prod(mesh_shape), number):
         mesh = init_device_mesh("cpu", mesh_shape)
         net = _without_values(model).train(train)
         with dispatch.shapes_only():
@@ -295,6 +300,7 @@ class _Observer(dispatch.TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: list[torch.Tensor], place: tuple[int, ...]):
         super().__init__()
         self._place = place
+        self._model = type(model).__name__
         self._names = {id(module): path for path, module in model.named_modules()}
         self._layers: dict[str, Layer] = {}
         self._living: dict[int, tuple[int, str | None]] = {}
@@ -326,6 +332,7 @@ class _Observer(dispatch.TorchDispatchMode):
 
     def _layer(self, path: str | None = None) -> Layer:
         path = modules.path() if path is None else path
+        path = "" if path == self._model else path  # which runs under its class's name
         return self._layers.setdefault(path, Layer(path))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -32,7 +32,7 @@ def save(path: Path, panels: Sequence[tuple[str, torch.Tensor]]) -> None:
     scale = max(1, min(2, panels[0][1].shape[2] // (4 * longest)))
     framed = [_framed(_text(caption, scale), picture.float().clamp(0, 1)) for caption, picture in panels]
     rows = [torch.cat(framed[at : at + 2], dim=2) for at in range(0, len(framed), 2)]
-    path.write_bytes(_png((torch.cat(rows, dim=1) * 255).round().to(torch.uint8)))
+    path.write_bytes(png((torch.cat(rows, dim=1) * 255).round().to(torch.uint8)))
 
 
 def heat(values: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,28 @@ def blend(values: torch.Tensor, low: Sequence[float], high: Sequence[float]) -> 
     """(height, width) of values from 0 to 1 as colours from ``low`` to ``high``."""
     first, last = (torch.tensor(colour).view(3, 1, 1) for colour in (low, high))
     return first + values * (last - first)
+
+
+def png(pixels: torch.Tensor) -> bytes:
+    """The file that shows ``pixels``: bytes of shape (3, height, width)."""
+    _, height, width = pixels.shape
+    # A byte at the start of each line says that it stands as it is, without a filter.
+    lines = torch.nn.functional.pad(pixels.permute(1, 2, 0).reshape(height, width * 3), (1, 0))
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes(lines.flatten().tolist()))),
+        (b"IEND", b""),
+    ]
+    chunks = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def write(pixels: torch.Tensor, text: str, x: int, y: int, scale: int) -> None:
+    """Put dark text into ``pixels``, bytes of shape (3, height, width), from (x, y) on; what has no letter is a space."""
+    known = "".join(letter if letter in FONT else " " for letter in text.upper())
+    dots = _text(known, scale).bool()
+    part = pixels[:, y : y + dots.shape[0], x : x + dots.shape[1]]
+    part[:, dots[: part.shape[1], : part.shape[2]]] = 32
 
 
 def _framed(text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
@@ -62,17 +84,3 @@ def _text(caption: str, scale: int) -> torch.Tensor:
     bits = glyphs.view(-1, 1) >> torch.arange(14, -1, -1) & 1
     letters = torch.nn.functional.pad(bits.view(-1, 5, 3), (0, 1))
     return letters.transpose(0, 1).reshape(5, -1).float().repeat_interleave(scale, 0).repeat_interleave(scale, 1)
-
-
-def _png(pixels: torch.Tensor) -> bytes:
-    """The file that shows ``pixels``: bytes of shape (3, height, width)."""
-    _, height, width = pixels.shape
-    # A byte at the start of each line says that it stands as it is, without a filter.
-    lines = torch.nn.functional.pad(pixels.permute(1, 2, 0).reshape(height, width * 3), (1, 0))
-    parts = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(bytes(lines.flatten().tolist()))),
-        (b"IEND", b""),
-    ]
-    chunks = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
