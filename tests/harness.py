@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,9 @@ class Pool:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ):
+                os.environ.pop("TORCHHALO_TEST_DEVICE", None)  # gloo is for the CPU
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
         self.broken = False

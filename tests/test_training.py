@@ -366,12 +366,13 @@ def check_composition(heading: str, variant: str, device: str = "cpu") -> None:
 
     Net.checkpointed = variant == "checkpointed"
     try:
-        got = execute(snippet("training", heading), names(device, dtype), device)
+        code = snippet("training", heading)
+        got = execute(three_axes(code) if variant == "three axes" else code, names(device, dtype), device)
         model, mesh = got["model"], got["mesh"]
         run = torch.compile(model, backend="aot_eager") if variant == "compiled" else model
         alone = heading == "Data and space"
         space = mesh if alone else mesh["space_h", "space_w"] if mesh.ndim == 3 else mesh["space"]
-        dims = (0, 2) if alone else (2, 3)[: space.ndim]
+        dims = (0, 2, 3)[: space.ndim] if alone else (2, 3)[: space.ndim]
         data = mesh["data"]
         losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-2)
         for batch in taken:
@@ -393,10 +394,23 @@ def check_composition(heading: str, variant: str, device: str = "cpu") -> None:
         assert_equal(parameters(model), parameters(one))
 
 
+def three_axes(code: str) -> str:
+    """The same on a mesh whose space has two axes, one of them, as there are but four ranks, of one rank."""
+    for two, three in {
+        '(2, 2), mesh_dim_names=("data", "space")': '(2, 1, 2), mesh_dim_names=("data", "space_h", "space_w")',
+        'mesh["space"]': 'mesh["space_h", "space_w"], dims=(2, 3)',
+        "mesh=mesh)": 'mesh=mesh["data", "space_w"])',
+        "dims=(0, 2)": "dims=(0, 2, 3)",
+    }.items():
+        code = code.replace(two, three)
+    return code
+
+
 WRAPPERS = ["Data and space", "DDP", "FSDP over data and space", "HSDP", "FSDP over data", "Three axes"]
 COMPOSITIONS = [
     *((heading, "plain") for heading in WRAPPERS),
     *((heading, "checkpointed") for heading in ("Data and space", "DDP", "HSDP")),
+    *((heading, "three axes") for heading in WRAPPERS[:5]),
     *((heading, "compiled") for heading in ("Data and space", "DDP")),
     *((heading, "bfloat16") for heading in ("DDP", "FSDP over data and space")),
 ]
