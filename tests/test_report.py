@@ -18,7 +18,7 @@ from torch import nn
 
 from torchhalo import cli, report
 from torchhalo.drawing import Area, Cut, draw
-from torchhalo.explain import Explanation, Layer, Rank, _bytes, explain
+from torchhalo.explain import Explanation, Layer, Rank, explain, readable
 from torchhalo.layout import Layout
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&'
@@ -73,7 +73,7 @@ def test_page(found: Explanation) -> None:
     assert "://" not in text and not any({"src", "href"} & set(attrs) for _, attrs in page.elements), "it needs no network"
     rank = found.busiest
     for shown in (found.peak, found.alone, rank.total("sent"), rank.gradients):
-        assert _bytes(shown) in text
+        assert readable(shown) in text
     names = [layer.path or "(model)" for layer in rank.layers]
     assert all(name in page.texts for name in names)
     data = data_of(text)
@@ -83,8 +83,8 @@ def test_page(found: Explanation) -> None:
         for row, each in zip(layer["rows"], found.ranks, strict=True):
             mine = each.layers[at]
             assert row[2:] == [
-                f"{_bytes(mine.sent)} in {mine.messages} messages" if mine.sent else "nothing",
-                _bytes(mine.kept) or "0",
+                f"{readable(mine.sent)} in {mine.messages} messages" if mine.sent else "nothing",
+                readable(mine.kept) or "0",
             ]
     first = data["layers"][0]
     assert first["rows"][0][:2] == ["[:, :, 0:32, 0:32]", "dim 2: 1 after; dim 3: 1 after"]
@@ -141,7 +141,7 @@ def test_svg(found: Explanation) -> None:
     sent = [layer.sent for layer in found.busiest.layers if layer.sent]
     assert bars == [pytest.approx(180 * size / max(sent), abs=1e-3) for size in sent]
     texts = [text.text for text in root.iter(f"{space}text")]
-    assert all(_bytes(size) in texts for size in sent)
+    assert all(readable(size) in texts for size in sent)
 
 
 def test_png(found: Explanation) -> None:

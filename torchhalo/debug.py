@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from torchhalo import dispatch
+from torchhalo.gathers import Redistribution
 
 #: Whether this process compares.
 ON = False
@@ -222,18 +222,11 @@ class Modules(threading.local):
                 steps += [before for before, _ in step.next_functions]
 
 
-class _Comparison:
+class _Comparison(dispatch.Watcher):
     """Compares every collective that an op is about to start."""
 
-    def collective(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-        about: object = None,
-    ) -> None:
+    def collective(self, each: dispatch.Collective) -> None:
+        kind, tensor, group, sent, received, _ = each
         if dispatch.simulated():
             return
         members = tuple(dist.get_process_group_ranks(group))
@@ -242,15 +235,8 @@ class _Comparison:
         record["sends"], record["expects"] = dict(zip(members, sent, strict=False)), dict(zip(members, received, strict=False))
         _desk().meet(members, record, dispatch.timeout(group, tensor.device.type))
 
-    def redistribution(
-        self,
-        op: dispatch.Op | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        mesh: DeviceMesh,
-        source: Sequence[Placement],
-        target: Sequence[Placement],
-    ) -> None:
+    def redistribution(self, each: Redistribution) -> None:
+        op, shape, dtype, mesh, source, target = each
         pairs = enumerate(zip(source, target, strict=True))
         axes = [axis for axis, (p, q) in pairs if p != q and not p.is_replicate() and mesh.size(axis) > 1]
         if not axes or dispatch.coordinate(mesh) is None or dispatch.simulated():
@@ -260,7 +246,7 @@ class _Comparison:
         _desk().meet(dispatch.members(mesh, axes), _here("redistribute", op, facts), limit)
 
 
-def _here(kind: str, op: dispatch.Op | None, facts: dict[str, str]) -> Record:
+def _here(kind: str, op: Any, facts: dict[str, str]) -> Record:
     """Where this rank is, with what its op is called with before ``facts``."""
     call = dispatch.running()
     if call is not None:

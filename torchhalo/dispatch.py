@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -43,10 +43,12 @@ from torchhalo import gathers
 
 __all__ = [
     "Aside",
+    "Collective",
     "Meta",
     "Origin",
     "Signature",
     "TorchDispatchMode",
+    "Watcher",
     "after_backward",
     "aliasing_ops",
     "all_gather",
@@ -362,9 +364,10 @@ def _redistribute_local_args(stock: Callable[..., None], op_info: Any, schema: A
         if isinstance(spec, DTensorSpec) and spec != other and isinstance(other, DTensorSpec):
             assert spec.tensor_meta is not None
             shape, _, dtype = spec.tensor_meta
-            gathers.notice(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+            each = gathers.Redistribution(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+            gathers.notice(each)
             for watcher in _watchers:
-                watcher.redistribution(schema.op, shape, dtype, spec.mesh, spec.placements, other.placements)
+                watcher.redistribution(each)
     stock(op_info, schema, use_values)
 
 
@@ -694,14 +697,15 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
         op: For an activation, the op that wants it so, which is named if that gathers it.
     """
     if op is not None:
-        gathers.notice(op, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, placements)
+        mesh, before = tensor.device_mesh, tensor.placements
+        gathers.notice(gathers.Redistribution(op, tensor.shape, tensor.dtype, mesh, before, placements))
     reduced = [Replicate() if p.is_partial() and p != q else p for p, q in zip(tensor.placements, placements, strict=True)]
     for step in (reduced, placements):
         spec = tensor._spec
         if tuple(step) != spec.placements:
             target = DTensorSpec(spec.mesh, tuple(step), spec.tensor_meta)
             for watcher in _watchers:
-                watcher.redistribution(op, tensor.shape, tensor.dtype, spec.mesh, spec.placements, step)
+                watcher.redistribution(gathers.Redistribution(op, tensor.shape, tensor.dtype, spec.mesh, spec.placements, step))
             shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
             tensor = DTensor(_bare(shard), target, requires_grad=False)
     return tensor
@@ -887,7 +891,7 @@ def all_to_all(
         A buffer for `wait`; what comes between overlaps with the communication.
     """
     for watcher in _watchers:
-        watcher.collective("all_to_all", tensor, group, sent, received, about)
+        watcher.collective(Collective("all_to_all", tensor, group, sent, received, about))
     if traced(tensor) or local_tensor_mode():
         return funcol.all_to_all_single(tensor, list(received), list(sent), group)
     # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
@@ -944,7 +948,7 @@ def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
         return tensor
     group = fiber_group(mesh, axes)[0]
     for watcher in _watchers:
-        watcher.collective("all_reduce", tensor, group)
+        watcher.collective(Collective("all_reduce", tensor, group))
     return funcol.all_reduce(tensor, reduction, group)
 
 
@@ -968,7 +972,7 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
         return tensor.unsqueeze(0)
     group, places = fiber_group(mesh, axes)
     for watcher in _watchers:
-        watcher.collective("all_gather", tensor, group)
+        watcher.collective(Collective("all_gather", tensor, group))
     # torch 2.13 renamed it
     gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
     found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
@@ -984,7 +988,7 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
     if places != tuple(range(len(places))):
         tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
     for watcher in _watchers:
-        watcher.collective("reduce_scatter", tensor, group)
+        watcher.collective(Collective("reduce_scatter", tensor, group))
     # torch 2.13 renamed it
     reduce = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     return wait(reduce(tensor.contiguous(), "sum", 0, group)).squeeze(0)
@@ -1005,29 +1009,29 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-class Watcher(Protocol):
-    """Who is told of collectives before they start."""
+class Collective(NamedTuple):
+    """One that torchhalo is about to start.
 
-    def collective(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-        about: object = None,
-    ) -> None:
-        """One of torchhalo's own, with how many elements go to and come from each member of the group, where that differs."""
+    Attributes:
+        sent, received: How many elements go to and come from each member of the group, where that differs.
+        about: The exchange that it is for, where it is for one.
+    """
 
-    def redistribution(
-        self,
-        op: Op | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        mesh: DeviceMesh,
-        source: Sequence[Placement],
-        target: Sequence[Placement],
-    ) -> None:
+    kind: str
+    tensor: torch.Tensor
+    group: dist.ProcessGroup
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+    about: object = None
+
+
+class Watcher:
+    """Who is told of collectives before they start; it overrides what it wants to know."""
+
+    def collective(self, each: Collective) -> None:
+        """One of torchhalo's own."""
+
+    def redistribution(self, each: gathers.Redistribution) -> None:
         """Those by which DTensor redistributes a tensor."""
 
 

@@ -19,7 +19,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo import dispatch
@@ -234,24 +233,13 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
     return dispatch.per_rank(add, region, back, *_here(mesh))
 
 
-class _Counter:
+class _Counter(dispatch.Watcher):
     def __init__(self) -> None:
         self.bytes: list[int] = []
 
-    def collective(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        group: ProcessGroup,
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-        about: object = None,
-    ) -> None:
-        if kind == "all_to_all":
-            self.bytes.append(sum(sent) * tensor.element_size())
-
-    def redistribution(self, *about: object) -> None:
-        pass
+    def collective(self, each: dispatch.Collective) -> None:
+        if each.kind == "all_to_all":
+            self.bytes.append(sum(each.sent) * each.tensor.element_size())
 
 
 @contextmanager

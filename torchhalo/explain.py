@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import flop_registry
@@ -294,7 +293,7 @@ def _without_values(model: Any) -> nn.Module:
         return _without_values(model())
 
 
-class _Observer(dispatch.TorchDispatchMode):
+class _Observer(dispatch.TorchDispatchMode, dispatch.Watcher):
     """Watches one rank: what its tensors take, what its ops compute, and what is sent."""
 
     def __init__(self, model: nn.Module, inputs: list[torch.Tensor], place: tuple[int, ...]):
@@ -346,15 +345,8 @@ class _Observer(dispatch.TorchDispatchMode):
     def _gather(self, gather: gathers.Gather) -> None:
         self._layer().gathered += gather.bytes
 
-    def collective(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        group: ProcessGroup,
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-        about: object = None,
-    ) -> None:
+    def collective(self, each: dispatch.Collective) -> None:
+        kind, tensor, _, sent, _, about = each
         size = tensor.element_size()
         if kind != "all_to_all":
             if modules.path() or dispatch.running() is not None:
@@ -376,9 +368,6 @@ class _Observer(dispatch.TorchDispatchMode):
             halo = {**layer.halo, **{dim: max(layer.halo.get(dim, (0, 0)), sides, key=sum) for dim, sides in halo.items()}}
         if layer.source is None or sum(map(sum, halo.values())) > sum(map(sum, layer.halo.values())):
             layer.halo, layer.source = halo, exchange.source
-
-    def redistribution(self, *about: object) -> None:
-        pass
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -417,11 +406,11 @@ def _table(found: Explanation) -> Iterator[str]:
                 "x".join(map(str, layer.output)),
                 "x".join(map(str, layer.shard)),
                 halo,
-                _bytes(layer.sent),
+                readable(layer.sent),
                 str(layer.messages or ""),
-                _bytes(layer.kept),
+                readable(layer.kept),
                 f"{layer.flops / 1e9:.3g}" if layer.flops else "",
-                f"GATHERS {_bytes(layer.gathered)}" if layer.gathered else "",
+                f"GATHERS {readable(layer.gathered)}" if layer.gathered else "",
             )
         )
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
@@ -436,21 +425,23 @@ def _table(found: Explanation) -> Iterator[str]:
         ]
         yield "  ".join(cells).rstrip()
     yield ""
-    yield f"halos sent per step     {_bytes(rank.total('sent')) or '0'} in {rank.total('messages')} messages"
-    yield f"statistics and sums     {_bytes(rank.total('reduced')) or '0'}"
+    yield f"halos sent per step     {readable(rank.total('sent')) or '0'} in {rank.total('messages')} messages"
+    yield f"statistics and sums     {readable(rank.total('reduced')) or '0'}"
     if found.train:
-        yield f"gradients summed        {_bytes(rank.gradients) or '0'}"
+        yield f"gradients summed        {readable(rank.gradients) or '0'}"
     gathered = rank.total("gathered")
-    yield f"gathered                {_bytes(gathered) or 'nothing'}"
+    yield f"gathered                {readable(gathered) or 'nothing'}"
     yield f"operations              {rank.total('flops') / 1e9:,.1f} GFLOP"
-    yield f"peak memory per rank    {_bytes(found.peak)}, {found.peak / found.alone:.2f} of one device's {_bytes(found.alone)}"
+    share = f"{found.peak / found.alone:.2f} of one device's {readable(found.alone)}"
+    yield f"peak memory per rank    {readable(found.peak)}, {share}"
 
 
 def _mesh(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def _bytes(count: int) -> str:
+def readable(count: int) -> str:
+    """So many bytes, in words; nothing for none."""
     if not count:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):

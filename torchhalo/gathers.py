@@ -49,18 +49,23 @@ _listeners: list[Listener] = []
 _warned: set[str] = set()
 
 
-def notice(
-    op: object,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    mesh: DeviceMesh,
-    source: Sequence[Placement],
-    target: Sequence[Placement],
-) -> None:
-    """Tell that ``op`` is about to redistribute one of its tensors from the placements ``source`` to ``target``.
+class Redistribution(NamedTuple):
+    """What ``op`` is about to do to one of its tensors: from the placements ``source`` to ``target``."""
+
+    op: object
+    shape: Sequence[int]
+    dtype: torch.dtype
+    mesh: DeviceMesh
+    source: Sequence[Placement]
+    target: Sequence[Placement]
+
+
+def notice(each: Redistribution) -> None:
+    """Tell of a redistribution.
 
     It is a gather of an activation if a tensor of three or more dims, sharded along another than the first, becomes whole.
     """
+    op, shape, dtype, mesh, source, target = each
     if len(shape) < 3:
         return
     pairs = [(p, mesh.size(axis), q) for axis, (p, q) in enumerate(zip(source, target, strict=True)) if mesh.size(axis) > 1]

@@ -12,7 +12,7 @@ import torch
 
 from torchhalo import picture
 from torchhalo.drawing import CROWD, Area, Cut, Mark, draw, height, in_proportion, square
-from torchhalo.explain import Explanation, Layer, Rank, _bytes
+from torchhalo.explain import Explanation, Layer, Rank, readable
 from torchhalo.layout import Layout
 
 PAGE = Path(__file__).with_name("report.html")
@@ -137,7 +137,7 @@ def _composed(found: Explanation) -> tuple[list[Mark], list[tuple[float, float, 
         texts.append((20, y, name))
         for x, kind, size, largest in zip((170, 470), ("kept", "bytes"), sizes, most, strict=True):
             marks += [Mark(kind, x, y - 10, 180 * size / largest, 12)] if size else []
-            texts.append((x + 8 + 180 * size / largest, y, _bytes(size) or "0"))
+            texts.append((x + 8 + 180 * size / largest, y, readable(size) or "0"))
     return marks, texts, (760, round(y) + 20)
 
 
@@ -259,14 +259,14 @@ def _layer(found: Explanation, layer: Layer, drawings: list[str]) -> dict[str, o
     for rank in found.ranks:
         mine = next((other for other in rank.layers if other.path == layer.path), Layer(layer.path))
         owns = _box(output, rank.place) if output else "x".join(map(str, mine.shard)) or "nothing returned"
-        sends = f"{_bytes(mine.sent)} in {mine.messages} messages" if mine.sent else "nothing"
-        rows.append([owns, _halo(mine), sends, _bytes(mine.kept) or "0"])
+        sends = f"{readable(mine.sent)} in {mine.messages} messages" if mine.sent else "nothing"
+        rows.append([owns, _halo(mine), sends, readable(mine.kept) or "0"])
         pictures.append([_number(drawings, text) for text in _pair(cut, rank.place)] if cut else [])
     facts = [
         ("Kind", layer.kind or "outside of modules"),
         ("Output", "x".join(map(str, layer.output)) or "none"),
-        ("Statistics and sums", _bytes(layer.reduced) or "none"),
-        ("Gathered", _bytes(layer.gathered) or "nothing"),
+        ("Statistics and sums", readable(layer.reduced) or "none"),
+        ("Gathered", readable(layer.gathered) or "nothing"),
     ]
     shown = "x".join(map(str, cut.layout.shape)) if cut else ""
     what = ("input" if cut.halos else "output") + " " + shown if cut else ""
@@ -315,13 +315,17 @@ def _totals(found: Explanation) -> list[tuple[str, str, str]]:
     rank = found.busiest
     gathered = rank.total("gathered")
     totals = [
-        ("Peak memory per rank", _bytes(found.peak), f"{found.peak / found.alone:.1%} of one device's {_bytes(found.alone)}"),
-        ("Halos sent per step", _bytes(rank.total("sent")) or "0", f"in {rank.total('messages')} messages"),
-        ("Statistics and sums", _bytes(rank.total("reduced")) or "0", "reduced over the mesh"),
-        ("Gathered", _bytes(gathered) or "nothing", "an op needs the whole" if gathered else "no op needs the whole"),
+        (
+            "Peak memory per rank",
+            readable(found.peak),
+            f"{found.peak / found.alone:.1%} of one device's {readable(found.alone)}",
+        ),
+        ("Halos sent per step", readable(rank.total("sent")) or "0", f"in {rank.total('messages')} messages"),
+        ("Statistics and sums", readable(rank.total("reduced")) or "0", "reduced over the mesh"),
+        ("Gathered", readable(gathered) or "nothing", "an op needs the whole" if gathered else "no op needs the whole"),
         ("Operations", f"{rank.total('flops') / 1e9:,.1f} GFLOP", "convolutions, products, attention"),
     ]
-    return [*totals, ("Gradients summed", _bytes(rank.gradients) or "0", "over the mesh")] if found.train else totals
+    return [*totals, ("Gradients summed", readable(rank.gradients) or "0", "over the mesh")] if found.train else totals
 
 
 def _input(found: Explanation) -> str:
@@ -336,15 +340,15 @@ def _chart(layers: Sequence[Layer]) -> str:
     for at, layer in enumerate(layers):
         up, down = 100 * layer.kept / kept, 100 * layer.sent / sent
         marks = [Mark("kept", 10 * at + 1, 100 - up, 8, up), Mark("bytes", 10 * at + 1, 102, 8, down)]
-        name = escape(f"{layer.path or '(model)'}: keeps {_bytes(layer.kept) or '0'}, sends {_bytes(layer.sent) or '0'}")
+        name = escape(f"{layer.path or '(model)'}: keeps {readable(layer.kept) or '0'}, sends {readable(layer.sent) or '0'}")
         hit = f'<rect class="hit" x="{10 * at}" y="0" width="10" height="202"/>'
         found.append(f'<g data-layer="{at}"><title>{name}</title>{hit}{_rects(marks)}</g>')
     about = f"Memory kept and bytes sent by each of {len(layers)} layers. The table has the numbers."
     return (
-        f'<p class="axis"><span class="key kept"></span>memory kept, up to {_bytes(kept)}</p>'
+        f'<p class="axis"><span class="key kept"></span>memory kept, up to {readable(kept)}</p>'
         f'<svg class="chart" viewBox="0 0 {wide} 202" preserveAspectRatio="none" role="img" aria-label="{about}">'
         f'{"".join(found)}<rect class="line" x="0" y="100.5" width="{wide}" height="1"/></svg>'
-        f'<p class="axis"><span class="key bytes"></span>halos sent, up to {_bytes(sent)}</p>'
+        f'<p class="axis"><span class="key bytes"></span>halos sent, up to {readable(sent)}</p>'
     )
 
 
@@ -354,11 +358,11 @@ def _row(at: int, layer: Layer) -> str:
     kind = f"<small>{escape(layer.kind)}</small>" if layer.kind else ""
     texts = [halo, "x".join(map(str, layer.shard)), "x".join(map(str, layer.output))]
     numbers = [
-        _bytes(layer.kept),
-        _bytes(layer.sent),
+        readable(layer.kept),
+        readable(layer.sent),
         str(layer.messages or ""),
         f"{layer.flops / 1e9:.3g}" if layer.flops else "",
-        _bytes(layer.gathered),
+        readable(layer.gathered),
     ]
     cells = "".join(f'<td class="number">{text}</td>' for text in numbers) + "".join(f"<td>{text}</td>" for text in texts)
     button = f'<button type="button" data-layer="{at}" tabindex="-1">{name}</button>'
