@@ -316,6 +316,40 @@ def _tag_compiled_code(on: bool) -> None:
         setattr(DTensor, "_stable_hash_for_caching", _hash_of_this_rank if on else _stock_hash)  # noqa: B010
 
 
+# The partitioner of torch.compile keeps a copy in the backward graph of each collective of the forward one that it could
+# compute there, also where nothing needs it. Which these are depends on the sizes of tensors, which differ between shards: then
+# one rank would wait for another forever.
+def _send_once(on: bool) -> None:
+    from torch._functorch import partitioners  # takes 0.4 s
+
+    global _stock_extract
+    if on:
+        _stock_extract = partitioners._extract_fwd_bwd_modules
+        partitioners._extract_fwd_bwd_modules = _extracted
+    elif _stock_extract is not None:
+        partitioners._extract_fwd_bwd_modules, _stock_extract = _stock_extract, None
+
+
+_stock_extract: Callable[..., Any] | None = None
+
+
+def _extracted(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The forward and the backward graph, the latter without what is left over in it of the former's collectives."""
+    assert _stock_extract is not None
+    forward, backward = _stock_extract(*args, **kwargs)
+    sent = {node.name for node in forward.graph.nodes if _is_collective(node)}
+    for node in reversed(backward.graph.nodes):
+        repeated = _is_collective(node) and node.name in sent
+        if node.op == "call_function" and not node.users and (repeated or not node.is_impure()):
+            backward.graph.erase_node(node)
+    backward.recompile()
+    return forward, backward
+
+
+def _is_collective(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
 def _out_handlers() -> dict[Op, Handler]:
     """Handlers of the ``out=`` variants of the handled ops."""
     found: dict[Op, Handler] = {}
@@ -469,6 +503,7 @@ def enable() -> _Enabled:
         _replaced.update({op: handlers.get(op) for op in ours})
         handlers.update(ours)
         _tag_compiled_code(True)
+        _send_once(True)
         _watch_redistribution(True)
         _keep_whole(True)
         _swap_sync_batch_norm(True)
@@ -484,6 +519,7 @@ def disable() -> None:
     """
     handlers = _stock_handlers()
     _tag_compiled_code(False)
+    _send_once(False)
     _watch_redistribution(False)
     _keep_whole(False)
     _swap_sync_batch_norm(False)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
 from torchhalo.geometry import Span
-from torchhalo.ops.reduction import Reduction, deviations, merged, named, tied, total, wide
+from torchhalo.ops.reduction import Reduction, deviations, merged, named, products, tied, total, wide
 from torchhalo.windowed import laid_out, memory_format, strides
 
 aten = torch.ops.aten
@@ -48,21 +48,28 @@ def _scaled(
 
 
 def _input_gradient(
-    grad: torch.Tensor, rest: torch.Tensor, sums: torch.Tensor, rstd: torch.Tensor, scale: torch.Tensor, count: int
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    sums: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    scale: torch.Tensor,
+    count: int,
 ) -> torch.Tensor:
-    """The gradient of the input, in the memory of ``rest``.
+    """The gradient of the input.
 
     Args:
         grad: Gradient of the output.
-        rest: The input less its mean.
         sums: Over all that share a statistic: of the gradient, and of its product with the normalised input.
+        mean: None, if it is not taken out.
         rstd: One over the standard deviation.
         scale: What the gradient is multiplied by.
         count: How many share a statistic.
     """
     first, second = (sums * (rstd / -count)).unbind(0)
-    torch.addcmul(first, rest, second * rstd, out=rest)
-    return rest.addcmul_(grad.to(rest.dtype), scale)
+    slope = second * rstd
+    out = torch.addcmul(first if mean is None else first - slope * mean, input, slope)
+    return out.addcmul_(grad.to(out.dtype), scale)
 
 
 def _per_channel(tensor: torch.Tensor | None, ndim: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -257,30 +264,31 @@ def batch_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         pair = first.to(dtype), second if training else (second + eps).rsqrt()
         return tuple(tensor.view(1, -1, *[1] * (ndim - 2)) for tensor in pair)
 
-    def summary(grad: torch.Tensor, shard: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def summary(grad: torch.Tensor, shard: torch.Tensor, *statistics: torch.Tensor) -> torch.Tensor:
         mean, rstd = factors(*statistics)
-        rest = shard - mean
-        return rest, torch.stack([total(grad, over.dims), total(grad * rest, over.dims) * rstd])
+        first, second = products(grad, shard, mean, over.dims)
+        return torch.stack([first, second * rstd])
 
     def finish(
-        sums: torch.Tensor, grad: torch.Tensor, rest: torch.Tensor, weight: torch.Tensor | None, *statistics: torch.Tensor
+        sums: torch.Tensor, grad: torch.Tensor, shard: torch.Tensor, weight: torch.Tensor | None, *statistics: torch.Tensor
     ) -> torch.Tensor:
-        _, rstd = factors(*statistics)
+        mean, rstd = factors(*statistics)
         factor = _per_channel(weight, ndim, dtype)
         scale = rstd if factor is None else rstd * factor
         if training:
             sums = sums if factor is None else sums * factor
-            out = _input_gradient(grad, rest, sums, rstd, scale, over.members)
+            out = _input_gradient(grad, shard, sums, mean, rstd, scale, over.members)
         else:
             out = grad * scale
         return tied(laid_out(out.to(result.dtype), result), sums)
 
-    rest, sums = dispatch.per_rank(summary, dispatch.local(grad), dispatch.local(input), *statistics)
+    shards = dispatch.local(grad), dispatch.local(input)
+    sums = dispatch.per_rank(summary, *shards, *statistics)
     add_up = training and mask[0]
     sums = dispatch.all_reduce(sums, over.mesh, over.axes) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = dispatch.per_rank(finish, sums, dispatch.local(grad), rest, _placed(weight, channels), *statistics)
+        out = dispatch.per_rank(finish, sums, *shards, _placed(weight, channels), *statistics)
         found[0] = dispatch.wrap(out, over.mesh, input.placements, result)
     places = [Partial() if axis in over.axes and not add_up else p for axis, p in enumerate(channels)]
     for i, which in ((1, 1), (2, 0)):
@@ -411,41 +419,40 @@ def group_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         rstd: torch.Tensor,
         weight: torch.Tensor | None,
         coordinate: tuple[int, ...],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         groups = _groups(over, coordinate, count)
-        rest = shard - groups.spread(mean.to(dtype), ndim)
-        sums = torch.stack([total(grad, spatial), total(grad * rest, spatial) * groups.spread(rstd.to(dtype), ndim)])
+        first, second = products(grad, shard, groups.spread(mean.to(dtype), ndim), spatial)
+        sums = torch.stack([first, second * groups.spread(rstd.to(dtype), ndim)])
         factor = _per_channel(weight, ndim, dtype)
         per_group = [groups.sum(cells) for cells in (sums if factor is None else sums * factor)]
         per_channel = groups.whole(sums.flatten(2).sum(1))
-        return rest, torch.cat([torch.stack(per_group).flatten(), per_channel.flatten()])
+        return torch.cat([torch.stack(per_group).flatten(), per_channel.flatten()])
 
     def finish(
         sums: torch.Tensor,
         grad: torch.Tensor,
-        rest: torch.Tensor,
+        shard: torch.Tensor,
+        mean: torch.Tensor,
         rstd: torch.Tensor,
         weight: torch.Tensor | None,
         coordinate: tuple[int, ...],
     ) -> torch.Tensor:
         groups = _groups(over, coordinate, count)
-        rstd = rstd.to(dtype)
         per_group = sums[: 2 * rstd.numel()].view(2, *rstd.shape)
-        spread = groups.spread(rstd, ndim)
+        center, spread = (groups.spread(each.to(dtype), ndim) for each in (mean, rstd))
         factor = _per_channel(weight, ndim, dtype)
         per_cell = torch.stack([groups.spread(each, ndim) for each in per_group])
-        out = _input_gradient(
-            grad, rest, per_cell, spread, spread if factor is None else spread * factor, over.members // count
-        )
+        scale = spread if factor is None else spread * factor
+        out = _input_gradient(grad, shard, per_cell, center, spread, scale, over.members // count)
         return tied(laid_out(out.to(result.dtype), result), sums)
 
     where = dispatch.coordinate(over.mesh)
     shards = dispatch.local(grad), dispatch.local(input), _placed(mean, rows), _placed(rstd, rows), _placed(weight, channels)
-    rest, sums = dispatch.per_rank(summary, *shards, where)
+    sums = dispatch.per_rank(summary, *shards, where)
     sums = dispatch.all_reduce(sums, over.mesh, over.axes) if mask[0] else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = dispatch.per_rank(finish, sums, shards[0], rest, *shards[3:], where)
+        out = dispatch.per_rank(finish, sums, *shards, where)
         found[0] = dispatch.wrap(out, over.mesh, input.placements, result)
     summed = [axis for axis, p in enumerate(input.placements) if p == Shard(0) or (axis in over.axes and not mask[0])]
     places: Placements = [Partial() if axis in summed else Replicate() for axis in range(over.mesh.ndim)]
@@ -563,17 +570,19 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         first = total(weighted, over.dims) if centered else torch.zeros_like(second)
         each = grad * rest * rstd if mask[1] else rest
         sums = [total(tensor, range(lead)).view(shard.shape[lead:]) for tensor in (each, grad)]
-        return weighted, rest, torch.stack([first, second]), *sums
+        return weighted, torch.stack([first, second]), *sums
 
-    def finish(sums: torch.Tensor, weighted: torch.Tensor, rest: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    def finish(
+        sums: torch.Tensor, weighted: torch.Tensor, shard: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
+    ) -> torch.Tensor:
         rstd = rstd.to(dtype)
-        out = _input_gradient(weighted, rest, sums, rstd, rstd, over.members)
+        out = _input_gradient(weighted, shard, sums, None if mean is None else mean.to(dtype), rstd, rstd, over.members)
         return tied(laid_out(out.to(result.dtype), result), sums)
 
     if over.axes or (input.device.type == "cpu" and not centered):  # the CPU has no kernel of RMS norm's gradient
-        weighted, rest, sums, *found = dispatch.per_rank(summary, *shards)
+        weighted, sums, *found = dispatch.per_rank(summary, *shards)
         if mask[0]:
-            out = dispatch.per_rank(finish, dispatch.all_reduce(sums, over.mesh, over.axes), weighted, rest, shards[3])
+            out = dispatch.per_rank(finish, dispatch.all_reduce(sums, over.mesh, over.axes), weighted, *shards[1:4])
         found = [out if mask[0] else sums, *found]
     else:
         saved = [t for t in shards[2:4] if t is not None]
