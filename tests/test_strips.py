@@ -1,9 +1,10 @@
-"""Bulk and strips: convolution of shards that are large beside their halos, computed in parts and at once."""
+"""Bulk and strips: convolutions and pools of shards that are large beside their halos, computed in parts and at once."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,54 @@ def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, p
     if parts:
         assert any(cropped for *_, cropped, _ in seen), seen
         assert any(stacked for *_, stacked in seen), seen
+
+
+def test_random_pools_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[object] = Counter()
+    stock = windowed._parts
+
+    def counted(*args: Any) -> Any:
+        bulk, strips = stock(*args)
+        cropped = bulk is not None and bulk.region.spans != tuple(bulk.owned.spans[dim] for dim in bulk.dims)
+        seen[len(args[1].dims), bulk is not None, len(strips), cropped] += 1
+        return bulk, strips
+
+    monkeypatch.setattr(windowed, "_parts", counted)
+
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        mesh = data.draw(st.sampled_from([(2,), (3,), (2, 2)]))
+        kernel, stride = data.draw(st.sampled_from([(3, 1), (3, 2), (2, 1), (5, 2), (3, 3), (4, 2)]))
+        padding, ceil = data.draw(st.integers(0, kernel // 2)), data.draw(st.booleans())
+        size = [data.draw(st.integers(4, 6)) * stride * n + data.draw(st.sampled_from([0, 0, 1, 2])) for n in mesh]
+        dims = [2, 3]
+        if len(mesh) == 1:
+            dims = [data.draw(st.sampled_from([2, 3]))]
+            size.insert(3 - dims[0], 11)
+        shape = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 3])), *size
+        largest, include = data.draw(st.booleans()), data.draw(st.booleans())
+        with simulated(math.prod(mesh)):
+            devices = init_device_mesh(DEVICE, mesh)
+            with maybe_disable_local_tensor_mode():
+                x = torch.randn(shape, dtype=torch.float64, device=DEVICE)
+                x[..., :4] = -torch.inf if data.draw(st.booleans()) and largest else 0.0
+                if data.draw(st.booleans()):
+                    x = x.contiguous(memory_format=torch.channels_last)
+
+            def pool(x: torch.Tensor) -> torch.Tensor:
+                if not largest:
+                    return F.avg_pool2d(x, kernel, stride, padding, ceil_mode=ceil, count_include_pad=include)
+                values, indices = F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil, return_indices=True)
+                return values.clamp(min=-1e3) + indices
+
+            with windowed.in_parts(True):
+                assert_parity(pool, [x], devices, [[Shard(dim) for dim in dims]])
+
+    check()
+    for dims in (1, 2):
+        assert {strips for d, parts, strips, _ in seen if d == dims and parts} >= {1, 2}, seen
+    assert any(cropped for *_, cropped in seen) and any(not parts for _, parts, *_ in seen), seen
 
 
 def test_small_shards_are_computed_at_once_and_large_ones_in_parts() -> None:

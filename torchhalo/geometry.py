@@ -302,6 +302,33 @@ class Mirror(NamedTuple):
         return outputs & Span(first, stop)
 
 
+def overhang(window: Window, source: Span, target: Span, source_is_sparse: bool) -> tuple[int, int]:
+    """By how much the windows of the sparse side reach beyond the dense one, before and after it."""
+    sparse, dense = (source, target) if source_is_sparse else (target, source)
+    reach = window.reach(sparse)
+    return dense.start - reach.start, reach.stop - dense.stop
+
+
+def crop(window: Window, held: Span, own: Span, crop_sparse: bool) -> tuple[Span, int, int] | None:
+    """Cut ``held`` until a kernel that pads both ends alike gives as much as ``own`` from it, right where that reads no more.
+
+    Returns:
+        None where the kernel's own padding cannot stand for what is missing.
+    """
+    stride = window.stride
+    before, after = overhang(window, held, own, crop_sparse)
+    if crop_sparse:
+        first, last = max(0, (before - after) // stride), max(0, -((before - after) // stride))
+        before, after = before - first * stride, after - last * stride
+    else:
+        first = max(0, -before, after - before)
+        before += first
+        last = max(0, before - after - stride + 1)
+        after += last
+    left = Span(held.start + first, held.stop - last)
+    return (left, before, before - after) if left.size and 0 <= before < window.extent else None
+
+
 class Piece(NamedTuple):
     """Outputs that read one input each: from ``first`` on forward (``sign`` 1), backward (-1), or all the same one (0)."""
 

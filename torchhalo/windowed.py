@@ -30,7 +30,7 @@ from torchhalo.exchange import (
     resized,
     start,
 )
-from torchhalo.geometry import Box, Grid, Pieces, Relation, Span
+from torchhalo.geometry import Box, Grid, Mirror, Pieces, Relation, Span, Window, crop, shell
 from torchhalo.layout import Layout, layout
 
 
@@ -204,6 +204,22 @@ def dense(shard: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
     return shard.as_strided(shard.shape, usual)
 
 
+def croppable(shape: Sequence[int], format: torch.memory_format) -> list[int]:
+    """Dims along which a part of a shard is dense in memory, so that a kernel takes it as it is."""
+    order = memory_order(format, len(shape)) or tuple(range(len(shape)))
+    return [dim for place, dim in enumerate(order) if all(shape[outer] == 1 for outer in order[:place])]
+
+
+def edges(exchange: Exchange, own: Box, region: Box) -> list[Box] | None:
+    """What of ``own`` is wrong if it is computed from ``region`` alone; None where that is more than half of it."""
+    inside = []
+    for dim, window, outputs, inputs in zip(exchange.dims, exchange.windows, own.spans, region.spans, strict=True):
+        assert isinstance(window, (Window, Mirror))
+        inside.append(window.inside(outputs, inputs, exchange.source.shape[dim]))
+    strips = [strip for strip in shell(own, Box(tuple(inside))) if not region.contains(exchange.needs(strip))]
+    return None if 2 * sum(strip.size for strip in strips) > own.size else strips
+
+
 class Here(NamedTuple):
     """Where one rank stands in a windowed op.
 
@@ -213,6 +229,7 @@ class Here(NamedTuple):
         outputs: What it owns of the target, all dims.
         region: What the kernel is given of the source (forward), or must give of its gradient (adjoint), over ``dims``.
         dims: The dims that are sharded and have a window.
+        padding: By how much the kernel is to pad the region itself, along ``dims``; if empty, not at all.
     """
 
     coordinate: tuple[int, ...]
@@ -220,6 +237,13 @@ class Here(NamedTuple):
     outputs: Box
     region: Box | Grid
     dims: tuple[int, ...]
+    padding: tuple[int, ...] = ()
+
+    def part(self, target: Box, region: Box, padding: tuple[int, ...] = ()) -> Here:
+        """The same for a part of the outputs, given along ``dims``."""
+        spans = dict(zip(self.dims, target.spans, strict=True))
+        outputs = Box(tuple(spans.get(dim, span) for dim, span in enumerate(self.outputs.spans)))
+        return self._replace(outputs=outputs, region=region, padding=padding)
 
     def held(self, dim: int) -> Span:
         """The span of the source along ``dim`` that the region holds; not for a region that is a grid."""
@@ -262,6 +286,7 @@ def forward(
     *others: DTensor | None,
     region: Region = hull,
     fill: float = 0.0,
+    pads: Callable[[int, int, int], bool] | None = None,
 ) -> tuple[DTensor, ...]:
     """Apply a local kernel to a sharded tensor; the results are sharded as it is.
 
@@ -274,6 +299,9 @@ def forward(
         others: Tensors that the kernel also wants, as they are.
         region: `hull`, `reach` or `exact`.
         fill: The value of what lies outside the source.
+        pads: For a kernel that pads by itself, as `Here.padding` says, with the same value, and of which the region is what it
+            can `reach`: whether it can do so along a dim, by so much at both ends, where the last so many elements are left
+            over. Then large shards are computed in parts.
 
     Example:
         Every second column, of whatever is sharded (below autograd, in a handler)::
@@ -286,19 +314,55 @@ def forward(
     if done := dispatch.outside(input, results, [placements] * len(results)):
         return done
     exchange = exchange_between(layout(input.shape, mesh, placements), layout(results[0].shape, mesh, placements), windows)
+    format = memory_format(input.shape, input.stride())
 
     def on_source(source: Source, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
         held = region(exchange, source.plan, coordinate)
-        owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
-        return kernel(source.region(held), Here(coordinate, owned, outputs, held, exchange.dims), *others)
+        here = Here(coordinate, exchange.source.owned(coordinate), exchange.target.owned(coordinate), held, exchange.dims)
+        bulk, strips = _parts(source, here, format, pads) if pads else (None, [])
+        if bulk is None:
+            return kernel(source.region(held), here, *others)
+        aside = dispatch.Aside(source.shard)
+        found: Any = kernel(source.held(recipe(exchange, source.plan, bulk.region)), bulk, *others)
+        with aside:
+            parts: list[Any] = [kernel(source.region(strip.region), strip, *others) for strip in strips]
+        for strip, part in zip(strips, parts, strict=True):
+            cut = strip.outputs.within(here.outputs)
+            for whole, value in zip(found, part, strict=True) if isinstance(found, tuple) else [(found, part)]:
+                whole[cut].copy_(value)
+        return found
 
     shards = [None if other is None else dispatch.local(other) for other in others]
-    format = memory_format(input.shape, input.stride())
     out = run(on_source, laid_out(dispatch.local(input), input), exchange, mesh, *shards, format=format, fill=fill)
     outs = (out,) if len(results) == 1 else out
     return tuple(
         dispatch.wrap(laid_out(shard, result), mesh, placements, result) for shard, result in zip(outs, results, strict=True)
     )
+
+
+def _parts(
+    source: Source, here: Here, format: torch.memory_format, pads: Callable[[int, int, int], bool]
+) -> tuple[Here | None, list[Here]]:
+    """The bulk and the strips of what a rank computes; None and none to compute it at once."""
+    exchange, plan, shard = source.exchange, source.plan, source.shard
+    own = Box(tuple(here.outputs.spans[dim] for dim in here.dims))
+    size = shard.numel() * shard.element_size()
+    if not (worthwhile(size, shard.device.type) if _forced is None else _forced and size) or not plan.receives or not own.size:
+        return None, []
+    fitted = []
+    for dim, window, outputs, held in zip(here.dims, exchange.windows, own.spans, plan.owned.spans, strict=True):
+        assert isinstance(window, Window)
+        found = crop(window, held, outputs, False)
+        if found is None or not pads(dim, *found[1:]) or (found[0] != held and dim not in croppable(shard.shape, format)):
+            return None, []
+        fitted.append(found)
+    region = Box(tuple(span for span, _, _ in fitted))
+    strips = edges(exchange, own, region)
+    if strips is None:
+        return None, []
+    reached = [Box(tuple(w.reach(span) for w, span in zip(exchange.windows, s.spans, strict=True))) for s in strips]
+    bulk = here.part(own, region, tuple(padding for _, padding, _ in fitted))
+    return bulk, [here.part(strip, each) for strip, each in zip(strips, reached, strict=True)]
 
 
 def adjoint(

@@ -19,16 +19,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo import dispatch
 from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, index, recipe
-from torchhalo.geometry import Box, Mirror, Span, Window, shell
+from torchhalo.geometry import Box, Mirror, Span, Window, crop, overhang
 from torchhalo.layout import layout
 from torchhalo.windowed import (
     Source,
+    croppable,
     dense,
+    edges,
     exchange_between,
     forced_parts,
     laid_out,
     memory_format,
-    memory_order,
     run,
     stacked_view,
     strides,
@@ -119,13 +120,6 @@ class _Convolution(NamedTuple):
         return tuple(list(value) if isinstance(value, tuple) else value for value in self)
 
 
-def _overhang(window: Window, source: Span, target: Span, source_is_sparse: bool) -> tuple[int, int]:
-    """By how much the windows of the sparse side reach beyond the dense one, before and after it."""
-    sparse, dense = (source, target) if source_is_sparse else (target, source)
-    reach = window.reach(sparse)
-    return dense.start - reach.start, reach.stop - dense.stop
-
-
 def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Span, int, int]:
     """Grow ``needs`` until the kernel's own padding can stand for what is missing at both ends.
 
@@ -137,7 +131,7 @@ def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Spa
         The grown span, the kernel's padding, and what that is too much at the end, a transposed kernel's output padding.
     """
     stride = window.stride
-    before, after = _overhang(window, needs, own, grow_sparse)
+    before, after = overhang(window, needs, own, grow_sparse)
     if grow_sparse:
         first = max(0, -(-max(-before, after - before) // stride))
         before += first * stride
@@ -149,26 +143,6 @@ def _fit(window: Window, needs: Span, own: Span, grow_sparse: bool) -> tuple[Spa
         first = max(0, before - after - stride + 1)
         before -= first
     return Span(needs.start - first, needs.stop + last), before, before - after
-
-
-def _crop(window: Window, held: Span, own: Span, crop_sparse: bool) -> tuple[Span, int, int] | None:
-    """As `_fit`, but from ``held`` alone: cut until the kernel gives as much as ``own``, right where that reads no more.
-
-    Returns:
-        None where the kernel's own padding cannot stand for what is missing.
-    """
-    stride = window.stride
-    before, after = _overhang(window, held, own, crop_sparse)
-    if crop_sparse:
-        first, last = max(0, (before - after) // stride), max(0, -((before - after) // stride))
-        before, after = before - first * stride, after - last * stride
-    else:
-        first = max(0, -before, after - before)
-        before += first
-        last = max(0, before - after - stride + 1)
-        after += last
-    left = Span(held.start + first, held.stop - last)
-    return (left, before, before - after) if left.size and 0 <= before < window.extent else None
 
 
 def _plain(window: Window | Mirror) -> Window:
@@ -240,14 +214,8 @@ class _Local(NamedTuple):
         bulk = self._bulk(croppable) if in_parts and not whole.recipe.untouched else None
         if bulk is None:
             return _Work(whole)
-        inside = (
-            window.inside(own, held, self.exchange.source.shape[dim])
-            for dim, window, own, held in self._lines(self.own, bulk.region)
-        )
-        strips = [
-            strip for strip in shell(self.own, Box(tuple(inside))) if not bulk.region.contains(self.exchange.needs(strip))
-        ]
-        if 2 * sum(strip.size for strip in strips) > self.own.size:
+        strips = edges(self.exchange, self.own, bulk.region)
+        if strips is None:
             return _Work(whole)
         groups: dict[Any, list[_Part]] = {}
         for strip in strips:
@@ -269,7 +237,7 @@ class _Local(NamedTuple):
         """All of ``own`` from what the rank holds, if the kernel can do that."""
         fitted = []
         for dim, window, own, held in self._lines(self.own, self.plan.owned):
-            found = _crop(_plain(window), held, own, self.sparse)
+            found = crop(_plain(window), held, own, self.sparse)
             if found is None or (found[0] != held and dim not in croppable):
                 return None
             fitted.append(found)
@@ -336,12 +304,10 @@ class _Program:
         if 0 in (plan.needs.size, target.size, *rest):
             return _Work()
         in_parts = worthwhile(prod(owned) * self._itemsize, self._device) if self._in_parts is None else self._in_parts
-        order = memory_order(self.source_format, len(owned)) or tuple(range(len(owned)))
-        croppable = [dim for place, dim in enumerate(order) if all(owned[outer] == 1 for outer in order[:place])]
         own = Box(tuple(target.spans[dim] for dim in dims))
         others = prod(size for dim, size in enumerate(target.shape) if dim != 1 and dim not in dims)
         local = _Local(self.config, self.exchange, self.sparse, plan, own, others)
-        return local.work(in_parts, croppable)
+        return local.work(in_parts, croppable(owned, self.source_format))
 
 
 def _program(backward: bool, input: DTensor, weight: DTensor, bias: DTensor | None, *rest: Any) -> _Program:

@@ -6,7 +6,7 @@ are then moved from that region to the whole tensor; an average is a sum, divide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -52,10 +52,16 @@ class Pool(NamedTuple):
         parameters = zip(self.kernel, self.stride, self.padding, self.padding, self.dilation, strict=True)
         return {ndim - len(self.kernel) + i: Window(*each) for i, each in enumerate(parameters)}
 
-    def within(self, dims: Sequence[int], ndim: int) -> Pool:
-        """The pool of a region that holds the padding along ``dims`` already."""
+    def within(self, here: Here, ndim: int) -> Pool:
+        """The pool of a region, which along sharded dims holds the padding already or wants another."""
+        own = dict(zip(here.dims, here.padding or [0] * len(here.dims), strict=True))
         first = ndim - len(self.kernel)
-        return self._replace(padding=tuple(0 if first + i in dims else p for i, p in enumerate(self.padding)))
+        return self._replace(padding=tuple(own.get(first + i, p) for i, p in enumerate(self.padding)))
+
+    def pads(self, ndim: int) -> Callable[[int, int, int], bool]:
+        """What torch's kernels can pad by themselves: up to half a window; and they must not round up what is left over."""
+        windows = self.windows(ndim)
+        return lambda dim, padding, rest: padding <= windows[dim].extent // 2 and not (self.ceil_mode and rest)
 
 
 def divided(sums: torch.Tensor, counts: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -96,7 +102,7 @@ def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     def kernel(region: torch.Tensor, here: Here) -> tuple[torch.Tensor, ...]:
         if not region.numel():
             return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
-        values, indices = op(region, *pool.within(here.dims, region.ndim))
+        values, indices = op(region, *pool.within(here, region.ndim))
         held = [here.held(dim) for dim in windows]
 
         def move(dim: int, at: torch.Tensor) -> torch.Tensor:
@@ -110,7 +116,7 @@ def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return values, moved(indices, [span.size for span in held], sizes, move)
 
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-    return forward(kernel, input, windows, results, region=reach, fill=lowest)
+    return forward(kernel, input, windows, results, region=reach, fill=lowest, pads=pool.pads(input.ndim))
 
 
 @dispatch.register(
@@ -212,9 +218,9 @@ class Average(NamedTuple):
         pool = self.pool
         return pool.kernel, pool.stride, pool.padding, pool.ceil_mode, self.include_pad, self.divisor
 
-    def sums(self, dims: Sequence[int], ndim: int, divisor: int | None) -> tuple[Any, ...]:
-        """The same for a region that holds the padding along ``dims``, and for sums if there is no one divisor."""
-        return self._replace(pool=self.pool.within(dims, ndim), divisor=divisor or 1).spread()
+    def sums(self, here: Here, ndim: int, divisor: int | None) -> tuple[Any, ...]:
+        """The same for a region, and for sums if there is no one divisor."""
+        return self._replace(pool=self.pool.within(here, ndim), divisor=divisor or 1).spread()
 
     def counted(self, window: Window, size: int) -> Span:
         """What counts along one dim where a window meets it."""
@@ -250,13 +256,13 @@ def avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
         if not region.numel():
             return region.new_empty(here.outputs.shape)
-        arguments = average.sums(here.dims, region.ndim, divisor)
+        arguments = average.sums(here, region.ndim, divisor)
         if divisor is not None:
             return op(region, *arguments)
         counts = average.counts(windows, input.shape, here, region.device)
         return divided(op(region.to(summed(region.dtype)), *arguments), counts).to(region.dtype)
 
-    return forward(kernel, input, windows, [result], region=reach)[0]
+    return forward(kernel, input, windows, [result], region=reach, pads=average.pool.pads(input.ndim))[0]
 
 
 @dispatch.register(
@@ -284,7 +290,7 @@ def avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
         out = op(
             share,
             unread(share, [span.size for span in spans.values()], format),
-            *average.sums(here.dims, grad.ndim, divisor),
+            *average.sums(here, grad.ndim, divisor),
         )
         return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
 
