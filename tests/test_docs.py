@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
+import pkgutil
 import re
 import shlex
 import sys
@@ -12,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import torch
 from test_readme import printed
 
 import torchhalo
@@ -79,6 +82,14 @@ def test_blocks_run(page: str, folder: Path, capsys: pytest.CaptureFixture[str])
             command, expected = block.text.removeprefix("$ torchhalo ").split("\n", 1)
             assert cli.main(shlex.split(command)) == 0
             assert capsys.readouterr().out == expected
+
+
+def test_examples_in_the_docstrings() -> None:
+    names = [module.name for module in pkgutil.walk_packages(torchhalo.__path__, "torchhalo.") if "__main__" not in module.name]
+    known = {"torch": torch, "torchhalo": torchhalo}
+    found = {name: doctest.testmod(importlib.import_module(name), extraglobs=known) for name in names}
+    assert not [name for name, result in found.items() if result.failed]
+    assert sum(result.attempted for result in found.values()) > 50
 
 
 def test_blocks_of_training_are_run_by_other_tests() -> None:

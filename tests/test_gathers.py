@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import warnings
 
 import pytest
@@ -102,8 +101,3 @@ def test_out_variants_write_into_what_is_given() -> None:
         with pytest.raises(RuntimeError, match=r"convolution: `out` must be .*\(1, 3, 6, 4\).*\(1, 3, 5, 4\)"):
             small = shard(torch.zeros(1, 3, 5, 4), mesh, [Shard(2)])
             torch.ops.aten.convolution.out(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, out=small)
-
-
-def test_examples_in_the_docstrings() -> None:
-    failed, attempted = doctest.testmod(gathers)
-    assert attempted and not failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -349,8 +348,3 @@ print(geometry.Window(kernel=3, before=1, after=1).reads(geometry.Span(4, 6)))
     done = subprocess.run([sys.executable, "-c", alone, geometry.__file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "(Span(start=3, stop=7, step=1),)"
-
-
-def test_examples_in_the_docstrings() -> None:
-    failed, attempted = doctest.testmod(geometry)
-    assert attempted and not failed

@@ -32,15 +32,15 @@ def printed(code: str, tmp_path: Path) -> list[str]:
 
 
 def test_examples_run_on_two_processes(tmp_path: Path) -> None:
-    first, second = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(first.splitlines()) <= 15 and len(second.splitlines()) <= 18
-    shown = printed(first, tmp_path / "first")
+    model, tensors = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(model.splitlines()) <= 18 and len(tensors.splitlines()) <= 15
+    shown = printed(tensors, tmp_path / "tensors")
     assert len(shown) == 2
     for text in shown:
         shapes, difference = text.rsplit(maxsplit=1)
         assert shapes == "(1, 4, 249, 125) of (1, 4, 249, 250)"
         # float32, where one process and a shard may take kernels that sum in another order
         assert float(difference) <= 1e-5
-    one, other = printed(second, tmp_path / "second")
+    one, other = printed(model, tmp_path / "model")
     losses = [float(line.split()[-1]) for line in one.splitlines()]
     assert one == other and len(losses) == 3 and losses[0] > losses[1] > losses[2]

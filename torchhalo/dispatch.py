@@ -732,6 +732,8 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
     Args:
         op: For an activation, the op that wants it so, which is named if that gathers it.
     """
+    if tensor._spec.placements == tuple(placements):
+        return tensor
     if op is not None:
         mesh, before = tensor.device_mesh, tensor.placements
         gathers.notice(gathers.Redistribution(op, tensor.shape, tensor.dtype, mesh, before, placements))
@@ -1152,6 +1154,11 @@ def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGr
     """
     members, places = _fiber(mesh, axes)
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
+
+
+def fiber_places(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The second result of `fiber_group`, sooner."""
+    return _fiber(mesh, axes)[1]
 
 
 def _process_rank() -> int:

@@ -257,7 +257,7 @@ def counted() -> Iterator[list[int]]:
 
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
     """What `Exchange.plan` wants to know of the process group; None where nothing travels."""
-    return dispatch.fiber_group(mesh, exchange.axes)[1] if exchange.needed() else None
+    return dispatch.fiber_places(mesh, exchange.axes) if exchange.needed() else None
 
 
 def _transfer(
@@ -416,7 +416,7 @@ def _unpacked(
     rest = _rest(like, exchange)
     if not boxes:
         return []
-    pieces = flat.split([rest * box.size for box in boxes])
+    pieces = flat.split_with_sizes([rest * box.size for box in boxes])
     shapes = [resized(like.shape, exchange.dims, box.shape) for box in boxes]
     if order is None:
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
