@@ -90,7 +90,7 @@ class _Piece(NamedTuple):
 
 
 class _Pass:
-    """The gradients of one backward.
+    """The gradients of one backward, which parameters get when it ends.
 
     Those that are summed already are put aside meanwhile: what is added to them would have to be summed alone.
     """
@@ -100,6 +100,7 @@ class _Pass:
         self._before: dict[DTensor, DTensor] = {}
         self._filling: dict[tuple[torch.dtype, tuple[int, ...]], list[_Piece]] = {}
         self._sent: list[tuple[list[_Piece], torch.Tensor]] = []
+        self._done: list[tuple[DTensor, DTensor]] = []
         for parameter in parameters:
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 self._before[parameter], parameter.grad = parameter.grad, None
@@ -112,7 +113,8 @@ class _Pass:
         others = [p for axis, p in enumerate(grad.placements) if axis not in axes]
         if not axes or grad.requires_grad or others != [p for axis, p in enumerate(parameter.placements) if axis not in axes]:
             # Summed by the op itself, or to be differentiated again, or placed in a way that sums alone do not mend.
-            self._place(parameter, grad.redistribute(placements=parameter.placements))
+            self._done.append((parameter, grad.redistribute(placements=parameter.placements)))
+            parameter.grad = None
             return
         key = grad.dtype, axes
         pieces = self._filling.setdefault(key, [])
@@ -138,9 +140,21 @@ class _Pass:
             for piece, value in zip(pieces, values, strict=True):
                 meta = dispatch.Meta(tuple(piece.parameter.shape), piece.parameter.stride(), value.dtype)
                 grad = dispatch.wrap(piece.view(value), self._mesh, piece.parameter.placements, meta)
-                self._place(piece.parameter, grad)
+                self._done.append((piece.parameter, grad))
         self._sent.clear()
-        for parameter, grad in self._before.items():  # to which this backward has added nothing
+        for parameter, grad in self._done:
+            self._place(parameter, grad)
+        self._restore()
+
+    def __del__(self) -> None:
+        """Where backward has failed, all gradients are what they were before it."""
+        for piece in [piece for pieces in self._filling.values() for piece in pieces]:
+            piece.parameter.grad = None
+        self._restore()
+
+    def _restore(self) -> None:
+        """Give back the gradients to which this backward has added nothing."""
+        for parameter, grad in self._before.items():
             parameter.grad = grad
         self._before.clear()
 
