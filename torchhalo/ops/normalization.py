@@ -29,6 +29,30 @@ Placements = list[Placement]
 # The engine, on one rank. Statistics and parameters have a shape that fits the input: [1, C, 1, 1] of a batch norm.
 
 
+def _affine(input: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """``input * factor + shift``, perhaps in the memory of ``input``.
+
+    With one factor per channel that is batch norm in evaluation, whose kernel took one core 9 ms in place, `addcmul` 15, for 16
+    contiguous channels of 768x1536 in float32; in channels-last `addcmul` was the faster one.
+    """
+    channels = input.shape[1] if input.ndim > 2 else 0
+    if (
+        input.device.type == "cpu"
+        and input.numel()
+        and input.is_contiguous()
+        and factor.numel() == shift.numel() == factor.shape[1] == channels
+        and input.dtype == factor.dtype == shift.dtype
+        and not dispatch.traced(input)
+    ):
+        factor, shift = factor.view(-1), shift.view(-1)
+        plain = torch.zeros_like(factor), torch.ones_like(factor)
+        if not in_place:
+            return aten.native_batch_norm(input, factor, shift, *plain, False, 0.0, 0.0)[0]
+        out = {"out": input, "save_mean": input.new_empty(0), "save_invstd": input.new_empty(0)}
+        return aten.native_batch_norm.out(input, factor, shift, *plain, False, 0.0, 0.0, **out)[0]
+    return torch.addcmul(shift, input, factor, out=input if in_place else None)
+
+
 def _scaled(
     rest: torch.Tensor, shift: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -39,7 +63,7 @@ def _scaled(
     shift = shift * rstd
     if bias is not None and not apart:
         shift = shift + bias
-    torch.addcmul(shift, rest, rstd, out=rest)
+    rest = _affine(rest, rstd, shift, in_place=True)
     if apart:  # along different dims: the product of both factors would be as large as the input
         assert weight is not None
         rest.mul_(weight)
@@ -68,7 +92,7 @@ def _input_gradient(
     """
     first, second = (sums * (rstd / -count)).unbind(0)
     slope = second * rstd
-    out = torch.addcmul(first if mean is None else first - slope * mean, input, slope)
+    out = _affine(input, slope, first if mean is None else first - slope * mean, in_place=False)
     return out.addcmul_(grad.to(out.dtype), scale)
 
 
