@@ -43,7 +43,7 @@ format: $(READY)  ## put the code in format and mend what can be mended
 demo: $(READY)  ## train on an image sharded over two local processes, beside one process
 	$(BIN)/torchhalo demo
 
-models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (an hour)
+models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (two hours)
 	$(BIN)/python -m models --output docs/models.md
 
 docs: $(DOCS)/.ready  ## build the site of docs/ in site/; a warning, such as of a broken link, fails

@@ -65,7 +65,7 @@ def test_a_right_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mesh 2x2: exact, sharded" in shown.out and "first module" not in shown.out
     for kind in ("outputs", "input gradients", "gradients", "buffers"):
         assert f"\n  {kind} " in shown.out
-    assert "gathered: 0 bytes" in shown.out and "rank 3:" in shown.out
+    assert "gathered: 0 bytes" in shown.out and "rank 3:" in shown.out and " bytes\n" in shown.out.partition("; sent ")[2]
     assert "one process" in shown.err and "4 ranks" in shown.err
 
 
@@ -76,6 +76,7 @@ def test_what_differs_and_what_gathers() -> None:
     assert 1e-4 < report.differences["outputs"][0] < 1e-2
     (gather,) = report.gathered
     assert gather[:3] == ("aten.sort.default", "2", 1) and gather[3] == 4 * 7 * 14 * 8
+    assert report.sent == [3 * 16 * 8] * 2, "a row to each other"
     text = str(report)
     assert "NOT EXACT, GATHERS" in text and "first module that differs: 1.1" in text and "aten.sort.default in 2" in text
 

@@ -50,7 +50,7 @@ def measured(model: Any, shape: tuple[int, ...], mesh_shape: tuple[int, ...], tr
     with counted() as sent, torch.set_grad_enabled(train):
         out = net(x)
         if train:
-            out.mean().backward()
+            out.square().mean().backward()
     return sum(sent)
 
 
@@ -61,6 +61,31 @@ def test_bytes_are_those_of_a_run(pool, model: Any, shape: tuple[int, ...], mesh
     found = explain(model, shape, mesh, dtype=torch.float64, train=train, every_rank=True)
     assert [rank.total("sent") for rank in found.ranks] == sent
     assert max(sent) > 0 and found.busiest.total("sent") == max(sent)
+
+
+class Steps(nn.Module):
+    """A pool, and as many convolutions as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.conv = nn.MaxPool2d(3, 1, 1), nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        x = self.pool(x)
+        for _ in range(int(steps)):
+            x = self.conv(x)
+        return x
+
+
+def test_a_tensor_stands_for_an_input() -> None:
+    shape, row = (1, 1, 8, 8), 8 * 4
+    for steps in (1, 3):
+        inputs = [shape, torch.tensor(steps)]
+        assert explain(Steps(), inputs, (2,)).busiest.total("sent") == (1 + steps) * row
+        assert explain(Steps(), inputs, (2,), train=True).busiest.total("sent") == (1 + 2 * steps) * row
+        inputs[0] = torch.empty(shape, device="meta", requires_grad=True)
+        found = explain(Steps(), inputs, (2,), train=True)
+        assert found.busiest.total("sent") == 2 * (1 + steps) * row and found.inputs == [shape, ()]
 
 
 def test_layers() -> None:
@@ -96,7 +121,7 @@ def run_hog(shape: tuple[int, ...]) -> int:
     for size in ((1, 3, 64, 64), shape):
         before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         x = torchhalo.shard(torch.ones(size).to(memory_format=torch.channels_last), mesh)
-        model(x).mean().backward()
+        model(x).square().mean().backward()
     return peak_memory() - before
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchhalo
-from models.__main__ import CONFIGS, page
+from models.__main__ import CONFIGS, Result, page, told
 from models.nets import StochasticDepth
 from models.zoo import ZOO, Model
 from torchhalo import gathers
 from torchhalo.check import Report
+from torchhalo.exchange import counted
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 OWN = [name for name, model in ZOO.items() if model.library == "models"]
@@ -44,31 +45,38 @@ def trained(model: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.Ten
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for name, value in found.items()}
 
 
-def compare(name: str, dim: int) -> list[gathers.Gather]:
-    """Compare a model with itself in one process; what it gathers."""
+def compare(model: Model, dim: int) -> tuple[list[gathers.Gather], int]:
+    """Compare a model with itself in one process; what it gathers, and how many bytes this rank sends in exchanges."""
     torch.manual_seed(0)
-    plain = without_chance(ZOO[name].make()).double().train()
-    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ZOO[name].inputs]
+    plain = without_chance(model.make()).double().train()
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in model.inputs]
     mesh = mesh_of((2,))
     sharded = torchhalo.parallelize(copy.deepcopy(plain), mesh, dims=dim)
     shards = [torchhalo.shard(x, mesh, dim).requires_grad_() for x in inputs]
     expected = trained(plain, [x.requires_grad_() for x in inputs])
     found: list[gathers.Gather] = []
-    with gathers.watch(found.append):
+    with gathers.watch(found.append), counted() as sent:
         results = trained(sharded, shards)
     assert results.keys() == expected.keys()
     for key, value in expected.items():
         # Sums over the sample are cut differently, and batch norms in a row let that grow.
         atol = 1e-9 * max(1.0, float(value.abs().max()))
         torch.testing.assert_close(results[key], value, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
-    return found
+    return found, sum(sent)
 
 
 @pytest.mark.parametrize("place, name", [*enumerate(OWN)])
 def test_a_network_trains_sharded_as_in_one_process(pool, place: int, name: str) -> None:
-    for gathered in pool(2).run(compare, name, 2 + place % 2):
+    for gathered, _ in pool(2).run(compare, ZOO[name], 2 + place % 2):
         # DTensor's pointwise ops gather a dim that has fewer elements than there are ranks, such as a mean over the image.
         assert [gather for gather in gathered if min(gather.shape[dim] for dim in gather.dims) > 1] == []
+
+
+@pytest.mark.parametrize("model", [ZOO["ConvNeXt"]._replace(options={"blocks": (1, 1)}), ZOO["MONAI UNet (3-d)"]])
+def test_explain_tells_what_a_network_sends(pool, model: Model) -> None:
+    """Of the two that take the least time; the page does so for all."""
+    sent = [sent for _, sent in pool(2).run(compare, model, 2)]
+    assert told(model, (2,), [2]) == sent and min(sent) > 0
 
 
 def test_the_page_lists_every_model_in_every_configuration() -> None:
@@ -81,14 +89,19 @@ def test_the_page_lists_every_model_in_every_configuration() -> None:
 
 def test_a_page_tells_what_went_wrong_and_what_was_not_tried(monkeypatch) -> None:
     monkeypatch.setitem(ZOO, "absent", Model("no_such_package.nets:net", ((1, 3, 8, 8),), {}))
-    good = Report((2,), {"outputs": (1e-12, "0")}, 1e-9, None, [("cat", "a", 1, 5)], 1000, [1, 1], 1, None)
+    good = Report((2,), {"outputs": (1e-12, "0")}, 1e-9, None, [("cat", "a", 1, 5)], 1000, [1, 1], 1, [7, 2048], None)
     wrong = good._replace(differences={"outputs": (1e-3, "0")}, first="stem")
     gathering = good._replace(gathered=[("index", "head", 2, 500)])
     hardly = good._replace(gathered=[("add", "head", 2, 5)], convolved=20_000)
     raising = good._replace(error="in head: ValueError: no")
-    text = page({"FPN": [good, wrong, gathering, raising], "HRNet": [hardly] * 4, "absent": []}, CONFIGS, "the command")
-    cells = "1e-12, 0.5% | **not exact: 1e-03**, 0.5% | 1e-12, **gathers 50.0%** | **raises**"
+    results = [Result(report, [7, 2048]) for report in (good, wrong, gathering, raising)]
+    others = [Result(hardly, bytes) for bytes in ([7, 2048], [6, 2048], "KeyError: 'no'", [7, 1024])]
+    text = page({"FPN": results, "HRNet": others, "absent": []}, CONFIGS, "the command")
+    cells = "1e-12, 0.5%, 2.0 KiB | **not exact: 1e-03**, 0.5%, 2.0 KiB | 1e-12, **gathers 50.0%**, 2.0 KiB | **raises**"
     assert f"| FPN | 1x3x96x88 | {cells} |" in text
-    assert "| 1e-12, <0.1% | 1e-12, <0.1% |" in text
-    assert "5 of 8 checks" in text and "first module that differs: stem" in text and "in head: ValueError: no" in text
+    different = [f"1e-12, <0.1%, **2.0 KiB, {what}**" for what in ("told 2.0 KiB", "explain raises", "told 1.0 KiB")]
+    assert f"| 1e-12, <0.1%, 2.0 KiB | {' | '.join(different)} |" in text
+    assert "5 of 8 checks are exact and sharded, 4 of 8 foretold." in text
+    assert "by explain: [6, 2048]\n  sent, in the run: [7, 2048]" in text and "by explain: KeyError: 'no'" in text
+    assert "first module that differs: stem" in text and "in head: ValueError: no" in text
     assert "- absent: no_such_package is not installed" in text and "`the command`" in text

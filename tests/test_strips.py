@@ -92,7 +92,7 @@ def test_random_pools_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(windowed, "_parts", counted)
 
-    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         mesh = data.draw(st.sampled_from([(2,), (3,), (2, 2)]))

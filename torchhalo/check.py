@@ -34,6 +34,7 @@ class Report(NamedTuple):
         convolved: How many bytes of inputs the convolutions read.
         memory: The peak memory of each rank.
         alone: That of one process.
+        sent: How many bytes each rank sent in exchanges, of halos and of what else changed its owner.
         error: Why the model did not run, if it did not.
     """
 
@@ -45,6 +46,7 @@ class Report(NamedTuple):
     convolved: int
     memory: list[int]
     alone: int
+    sent: list[int]
     error: str | None
 
     @property
@@ -79,8 +81,9 @@ class Report(NamedTuple):
             lines.append(f"    {op} in {module or 'the model'}: {times} times, {size:,} bytes")
         mib = 2**20
         lines.append(f"\n  peak memory: one process {self.alone / mib:.1f} MiB")
-        for rank, memory in enumerate(self.memory):
-            lines.append(f"    rank {rank}: {memory / mib:.1f} MiB, {memory / max(1, self.alone):.0%}")
+        for rank, (memory, sent) in enumerate(zip(self.memory, self.sent, strict=True)):
+            share = f"{memory / max(1, self.alone):.0%}"
+            lines.append(f"    rank {rank}: {memory / mib:.1f} MiB, {share}; sent {sent:,} bytes")
         return "\n".join(lines)
 
 
@@ -124,12 +127,12 @@ def check(
         progress("one process")
         (alone,) = on_ranks(observe, 1, case, None)
     except RankError as error:
-        return Report(shape, {}, tolerance, None, [], 0, [], 0, f"in one process already, {_reason(error)}")
+        return Report(shape, {}, tolerance, None, [], 0, [], 0, [], f"in one process already, {_reason(error)}")
     try:
         progress(f"{math.prod(shape)} ranks, mesh {'x'.join(map(str, shape))}")
         seen = on_ranks(observe, math.prod(shape), case, shape)
     except RankError as error:
-        return Report(shape, {}, tolerance, None, [], alone.convolved, [], alone.memory, _reason(error))
+        return Report(shape, {}, tolerance, None, [], alone.convolved, [], alone.memory, [], _reason(error))
     return Report(
         shape,
         _differences(alone.values, seen[0].values),
@@ -139,6 +142,7 @@ def check(
         alone.convolved,
         [rank.memory for rank in seen],
         alone.memory,
+        [rank.sent for rank in seen],
         None,
     )
 

@@ -167,7 +167,9 @@ def explain(
 
     Args:
         model: A module, a function that makes one, or the name of such a function as ``package.module:function``.
-        sample: The shape of the input, or one for each input.
+        sample: The shape of the input, or one for each input. A tensor may stand for a shape: if it requires a gradient, so
+            does the input; if it is one integer, such as a time step, the input has its value. On the meta device it takes no
+            memory.
         mesh: The shape of the mesh, such as ``(2, 4)``.
         dims: Along which dim each axis of the mesh cuts the inputs; chosen as by `parallelize` if not given.
         train: In training mode, with a backward.
@@ -178,17 +180,18 @@ def explain(
         >>> print(torchhalo.explain(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 4096, 4096), (4,)).busiest.total("sent"))
         98304
     """
-    shapes = _shapes(sample)
-    cut = _cut(shapes, len(mesh), dims)
+    inputs = _inputs(sample, dtype)
+    cut = _cut(inputs, len(mesh), dims)
     made = named(model) if isinstance(model, str) else model
     ends = [range(size) if every_rank else sorted({0, size // 2, size - 1}) for size in mesh]
     ranks = []
     for place in product(*ends):
         progress(f"rank {place} of {'x'.join(map(str, mesh))}")
-        ranks.append(_seen(made, shapes, tuple(mesh), place, cut, dtype, train))
+        ranks.append(_seen(made, inputs, tuple(mesh), place, cut, dtype, train))
     progress("one device")
-    alone = _seen(made, shapes, (1,), (0,), cut[:1], dtype, train).peak
+    alone = _seen(made, inputs, (1,), (0,), cut[:1], dtype, train).peak
     name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
+    shapes = [tuple(x.shape) for x in inputs]
     return Explanation(name, shapes, tuple(mesh), cut, str(dtype).removeprefix("torch."), train, ranks, alone)
 
 
@@ -216,29 +219,31 @@ def smallest_mesh(
         >>> smallest_mesh(torch.nn.Conv2d(3, 64, 3, padding=1), (1, 3, 4096, 4096), 2 * 2**30)
         (4,)
     """
-    shapes = _shapes(sample)
-    cut = _cut(shapes, axes, dims)
+    inputs = _inputs(sample, dtype)
+    cut = _cut(inputs, axes, dims)
     made = named(model) if isinstance(model, str) else model
     mesh = [1] * axes
     while math.prod(mesh) <= 4096:
         progress(f"a mesh of {_mesh(mesh)}")
-        if _seen(made, shapes, tuple(mesh), (0,) * axes, cut, dtype, train).peak <= memory:
+        if _seen(made, inputs, tuple(mesh), (0,) * axes, cut, dtype, train).peak <= memory:
             return tuple(mesh)
-        mesh[max(range(axes), key=lambda axis: shapes[0][cut[axis]] / mesh[axis])] *= 2
+        mesh[max(range(axes), key=lambda axis: inputs[0].shape[cut[axis]] / mesh[axis])] *= 2
     return None
 
 
-def _shapes(sample: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(sample)] if isinstance(sample[0], int) else [tuple(shape) for shape in sample]
+def _inputs(sample: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The tensors that were given, and for each shape one that takes no memory."""
+    given = [sample] if isinstance(sample, torch.Tensor) or isinstance(sample[0], int) else sample
+    return [x if isinstance(x, torch.Tensor) else torch.empty(tuple(x), dtype=dtype, device="meta") for x in given]
 
 
-def _cut(shapes: list[tuple[int, ...]], axes: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
-    return tuple(placement.dim for placement in placements_for(shapes[0], axes, dims) if isinstance(placement, Shard))
+def _cut(inputs: list[torch.Tensor], axes: int, dims: int | Sequence[int] | None) -> tuple[int, ...]:
+    return tuple(placement.dim for placement in placements_for(inputs[0].shape, axes, dims) if isinstance(placement, Shard))
 
 
 def _seen(
     model: Any,
-    shapes: list[tuple[int, ...]],
+    sample: list[torch.Tensor],
     mesh_shape: tuple[int, ...],
     place: tuple[int, ...],
     dims: tuple[int, ...],
@@ -254,11 +259,13 @@ def _seen(
         with dispatch.shapes_only():
             replace_tensors(net, lambda tensor: _imagined(tensor, dtype))
             parallelize(net, mesh, dims=dims)
-            inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+            inputs = [_imagined(x, dtype) for x in sample]
             inputs = [shard(x, mesh, dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
+            inputs = [x.detach().requires_grad_(given.requires_grad) for x, given in zip(inputs, sample, strict=True)]
             with gathers.watch(lambda gather: None):
                 _step(net, inputs, train)  # DTensor works out placements with whole tensors, once
-            net.zero_grad()
+            for tensor in [*net.parameters(), *inputs]:
+                tensor.grad = None
             observer = _Observer(net, inputs, place)
             with observer.watching():
                 _step(net, inputs, train, observer.keep)
@@ -270,11 +277,14 @@ def _step(model: nn.Module, inputs: list[torch.Tensor], train: bool, between: Ca
         outputs = tensors_in(model(*inputs))
         between()
         if train:
-            total: Any = sum(x.mean() for x in outputs if x.requires_grad)
-            total.backward()
+            wanted = [x for x in outputs if x.requires_grad]
+            # Sharded as the outputs are, as from a loss that looks at each element; that of a plain mean would be replicated.
+            torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
 
 
 def _imagined(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_meta:
+        return torch.tensor(tensor.tolist(), dtype=tensor.dtype)  # of which `item` knows the value
     return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 
@@ -415,7 +425,7 @@ def _table(found: Explanation) -> Iterator[str]:
         )
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
     step = "a training step" if found.train else "a forward"
-    shapes = ", ".join("x".join(map(str, shape)) for shape in found.inputs)
+    shapes = ", ".join(_mesh(shape) or "a number" for shape in found.inputs)
     yield f"{found.model}: {step} on {shapes} {found.dtype}, dims {found.dims} over a mesh of {_mesh(found.mesh)}"
     yield f"the rank that sends the most, at {rank.place}:"
     yield ""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torchhalo import dispatch, gathers
 from torchhalo.arrays import first_copy, shard
+from torchhalo.exchange import counted
 from torchhalo.launch import peak_memory
 from torchhalo.parallel import parallelize, tensors_in, whole
 
@@ -56,6 +57,7 @@ class Seen(NamedTuple):
         gathered: How often each (op, module) gathered, and the bytes of it.
         convolved: How many bytes of inputs the convolutions read, all ranks together.
         memory: By how many bytes the run raised the peak memory of the process.
+        sent: How many bytes this rank sent in exchanges.
     """
 
     values: dict[str, torch.Tensor]
@@ -63,6 +65,7 @@ class Seen(NamedTuple):
     gathered: list[tuple[str, str, int, int]]
     convolved: int
     memory: int
+    sent: int
 
 
 class ModelError(RuntimeError):
@@ -88,7 +91,8 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     alone = _Alone(mesh)
     if mesh_shape is None:
         alone.mark([*inputs, *model.parameters(), *model.buffers()])
-    with gathers.watch(watcher.gather), alone if mesh_shape is None else nullcontext(), _Uncast(case.dtype):
+    scope = alone if mesh_shape is None else nullcontext()
+    with gathers.watch(watcher.gather), counted() as sent, scope, Uncast(case.dtype):
         torch.manual_seed(case.seed)
         try:
             outputs = tensors_in(model(*inputs))
@@ -99,7 +103,8 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
             raise ModelError(f"in {watcher.path or 'the model'}: {type(error).__name__}: {error}") from error
     memory = peak_memory() - before
     values = dict(_values(model, inputs, outputs))
-    return Seen(values if dist.get_rank() == 0 else {}, watcher.modules, watcher.gathered(), alone.convolved, memory)
+    kept = values if dist.get_rank() == 0 else {}
+    return Seen(kept, watcher.modules, watcher.gathered(), alone.convolved, memory, sum(sent))
 
 
 def _warm_up(mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -237,7 +242,7 @@ class _Alone(dispatch.TorchDispatchMode):
         return tuple(map(dispatch.local, out)) if isinstance(out, tuple) else dispatch.local(out)
 
 
-class _Uncast(dispatch.TorchDispatchMode):
+class Uncast(dispatch.TorchDispatchMode):
     """Where a model computes some layers in float32, a check in float64 stays there, so that its tolerance holds for all."""
 
     def __init__(self, dtype: torch.dtype):

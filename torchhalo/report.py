@@ -306,7 +306,7 @@ def _place(rank: Rank) -> str:
 
 def _about(found: Explanation) -> str:
     step = "a training step" if found.train else "a forward"
-    shapes = " and ".join("x".join(map(str, shape)) for shape in found.inputs)
+    shapes = " and ".join("x".join(map(str, shape)) or "a number" for shape in found.inputs)
     mesh = "x".join(map(str, found.mesh))
     return f"{found.model}: {step} on {shapes} {found.dtype}, dims {found.dims} over a mesh of {mesh}"
 
