@@ -98,11 +98,15 @@ def tables(mesh: DeviceMesh) -> dict[str, dict[Any, Any]]:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of the heap in use, and resident bytes once the heap has given back what it does not use."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = HeapInfo
-    heap = libc.mallinfo2()
-    libc.malloc_trim(0)
+    """Bytes of the heap in use, and resident bytes once the heap has given back what it does not use.
+
+    A C library other than glibc, or one before 2.33, tells nothing of the heap: then that counts as nothing.
+    """
+    libc, heap = ctypes.CDLL(None), HeapInfo()
+    if hasattr(libc, "mallinfo2"):
+        libc.mallinfo2.restype = HeapInfo
+        heap = libc.mallinfo2()
+        libc.malloc_trim(0)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return heap.uordblks + heap.hblkhd, resident
 

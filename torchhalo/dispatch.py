@@ -320,14 +320,14 @@ def _tag_compiled_code(on: bool) -> None:
 # compute there, also where nothing needs it. Which these are depends on the sizes of tensors, which differ between shards: then
 # one rank would wait for another forever.
 def _send_once(on: bool) -> None:
+    global _stock_extract
+    if on == (_stock_extract is not None):
+        return
     from torch._functorch import partitioners  # takes 0.4 s
 
-    global _stock_extract
-    if on:
-        _stock_extract = partitioners._extract_fwd_bwd_modules
-        partitioners._extract_fwd_bwd_modules = _extracted
-    elif _stock_extract is not None:
-        partitioners._extract_fwd_bwd_modules, _stock_extract = _stock_extract, None
+    stock = _stock_extract
+    _stock_extract = partitioners._extract_fwd_bwd_modules if on else None
+    setattr(partitioners, "_extract_fwd_bwd_modules", _extracted if on else stock)  # noqa: B010
 
 
 _stock_extract: Callable[..., Any] | None = None

@@ -346,8 +346,8 @@ def _parts(
     """The bulk and the strips of what a rank computes; None and none to compute it at once."""
     exchange, plan, shard = source.exchange, source.plan, source.shard
     own = Box(tuple(here.outputs.spans[dim] for dim in here.dims))
-    size = shard.numel() * shard.element_size()
-    if not (worthwhile(size, shard.device.type) if _forced is None else _forced and size) or not plan.receives or not own.size:
+    wanted = worthwhile(shard.numel() * shard.element_size(), shard.device.type) if _forced is None else _forced
+    if not (wanted and shard.numel() and own.size and plan.receives):
         return None, []
     fitted = []
     for dim, window, outputs, held in zip(here.dims, exchange.windows, own.spans, plan.owned.spans, strict=True):

@@ -1,7 +1,8 @@
 """Maximum and average pooling: 2-d and 3-d (1-d arrives as 2-d), forward and backward.
 
-Each rank runs torch's own pool over what its outputs read, the padding along sharded dims included. Of a maximum the indices
-are then moved from that region to the whole tensor; an average is a sum, divided by what the whole tensor says of its window.
+Each rank runs torch's own pool over what its outputs read, the padding along sharded dims included; or, if it is large, over
+its shard as it is, and over strips along the edges afterwards. Of a maximum the indices are then moved from that region to the
+whole tensor; an average is a sum, divided by what the whole tensor says of its window.
 """
 
 from __future__ import annotations
