@@ -3,7 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import Pool
+
+import torchhalo
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,20 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield get
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture
+def gpu() -> Iterator[str]:
+    """A CUDA device, as the one rank of an NCCL group, with torchhalo enabled and no TF32."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device on this machine")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torchhalo.enable():
+            yield "cuda"
+    finally:
+        dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,8 @@ def where(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def coordinates(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    grid = torch.stack(torch.meshgrid(*(torch.linspace(0, 1, n, dtype=x.dtype) for n in x.shape[2:]), indexing="ij"))
+    axes = [torch.linspace(0, 1, n, dtype=x.dtype, device=x.device) for n in x.shape[2:]]
+    grid = torch.stack(torch.meshgrid(*axes, indexing="ij"))
     return torch.cat([x, grid.expand(x.shape[0], -1, -1, -1), p], dim=1)
 
 

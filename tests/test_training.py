@@ -494,16 +494,9 @@ def test_a_mean_over_some_of_the_ranks_raises(pool) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # torch 2.11 warns of its own code when it compiles
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
-def test_the_page_on_one_gpu() -> None:
+def test_the_page_on_one_gpu(gpu: str) -> None:
     """With NCCL, on meshes of one rank."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with torchhalo.enable():
-            check_loop_and_accumulation("cuda")
-            check_precision("cuda")
-            for heading, variant in COMPOSITIONS:
-                check_composition(heading, variant, "cuda")
-    finally:
-        dist.destroy_process_group()
+    check_loop_and_accumulation(gpu)
+    check_precision(gpu)
+    for heading, variant in COMPOSITIONS:
+        check_composition(heading, variant, gpu)

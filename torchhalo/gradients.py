@@ -45,7 +45,7 @@ class Reducer:
         others = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for parameter in new:
             if parameter.device_mesh == self.mesh and id(parameter) not in others:
-                parameter.__dict__["_torchhalo_watched"] = id(parameter)
+                parameter._torchhalo_watched = id(parameter)
                 parameter.register_hook(self._arrive)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -69,7 +69,7 @@ class Reducer:
 
 def _watched(parameter: nn.Parameter) -> bool:
     """Whether a parameter has hooks. A copy has the mark of the original; a weak reference would keep torch from moving it."""
-    return parameter.__dict__.get("_torchhalo_watched") == id(parameter)
+    return getattr(parameter, "_torchhalo_watched", None) == id(parameter)
 
 
 class _Piece(NamedTuple):

@@ -502,6 +502,13 @@ def formatted(result: dispatch.Meta, like: DTensor) -> dispatch.Meta:
     return result._replace(stride=strides(result.shape, memory_format(like.shape, like.stride())))
 
 
+def formatted_on_cpu(result: dispatch.Meta, like: DTensor) -> dispatch.Meta:
+    """The same for ops of which only the CPU's kernel keeps the memory format."""
+    if like.device.type == "cpu":
+        return formatted(result, like)
+    return result._replace(stride=strides(result.shape, torch.contiguous_format))
+
+
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
     """Whether the dims lie in memory in ``order``, the outermost first, without gaps."""
     return all(

@@ -15,6 +15,7 @@ from torchhalo.windowed import (
     adjoint,
     exact,
     formatted,
+    formatted_on_cpu,
     forward,
     gather_pieces,
     reach,
@@ -57,7 +58,7 @@ def pad_from_edges(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
         return gather_pieces(region, here, relations)
 
-    return forward(kernel, input, relations, [formatted(result, input)], region=exact)[0]
+    return forward(kernel, input, relations, [formatted_on_cpu(result, input)], region=exact)[0]
 
 
 @dispatch.register(

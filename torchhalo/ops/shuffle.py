@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo import dispatch
 from torchhalo.geometry import Mirror, Piece, Pieces, Span, Window
-from torchhalo.windowed import Here, exact, formatted, forward, gather_pieces
+from torchhalo.windowed import Here, exact, formatted_on_cpu, forward, gather_pieces
 
 aten = torch.ops.aten
 
@@ -29,8 +29,7 @@ def pixel_shuffle(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         if any(size % whole for size, whole in zip(input.shape[-3:], block, strict=True)):
             raise RuntimeError(f"{op.name()}: the last dims of the input (={tuple(input.shape)}) must be multiples of {block}")
     (result,) = dispatch.plain_result(op, input, factor)
-    # Only the CPU's kernel keeps the memory format.
-    result = formatted(result, input) if input.device.type == "cpu" else result
+    result = formatted_on_cpu(result, input)
     channels, space = Window(factor**2, stride=factor**2), Window(factor, stride=factor)
     first = input.ndim - 3
     relations = {
@@ -67,4 +66,4 @@ def channel_shuffle(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, An
     def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
         return gather_pieces(region, here, relations) if here.dims else op(region, groups)
 
-    return forward(kernel, input, relations, [formatted(result, input)], region=exact)[0]
+    return forward(kernel, input, relations, [formatted_on_cpu(result, input)], region=exact)[0]
