@@ -33,6 +33,15 @@ def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, p
         return found
 
     monkeypatch.setattr(convolution._Local, "work", work)
+    multiplied: Counter[object] = Counter()
+    by_tap = convolution._Local.products
+
+    def products(self: convolution._Local, *args: object) -> object:
+        found = by_tap(self, *args)  # type: ignore[arg-type]
+        multiplied[len(self.exchange.dims), self.sparse, bool(found)] += 1
+        return found
+
+    monkeypatch.setattr(convolution._Local, "products", products)
 
     @settings(max_examples=110 if parts else 15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
@@ -75,6 +84,7 @@ def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, p
         for sparse in (True, False):
             strips = {strips for d, side, strips, _, _ in seen if (d, side) == (dims, sparse)}
             assert strips == {0} if not parts else {1, 2} <= strips, (dims, sparse, seen)
+            assert multiplied[dims, sparse, True] > 0 if parts else not multiplied, multiplied
     if parts:
         assert any(cropped for *_, cropped, _ in seen), seen
         assert any(stacked for *_, stacked in seen), seen

@@ -256,6 +256,20 @@ class Window(NamedTuple):
         stop = (inputs.stop + self.before - self.extent) // self.stride + 1 if inputs.stop < size else outputs.stop
         return outputs & Span(first, stop)
 
+    def meeting(self, tap: int, outputs: Span, inputs: Span) -> tuple[slice, slice] | None:
+        """Where in ``outputs`` and ``inputs``, which are intervals, are those of them that meet in one tap of the kernel.
+
+        >>> Window(kernel=3, before=1, after=1).meeting(2, Span(3, 4), Span(4, 8))
+        (slice(0, 1, None), slice(0, 1, 1))
+        """
+        shift = tap * self.dilation - self.before
+        first = max(outputs.start, -((shift - inputs.start) // self.stride))
+        last = min(outputs.stop - 1, (inputs.stop - 1 - shift) // self.stride)
+        if first > last:
+            return None
+        start, stop = (each * self.stride + shift - inputs.start for each in (first, last))
+        return slice(first - outputs.start, last + 1 - outputs.start), slice(start, stop + 1, self.stride)
+
     def touches(self, inputs: Span) -> tuple[Span, ...]:
         """Exactly the outputs that read any of ``inputs``, not clipped to the tensor.
 

@@ -17,6 +17,7 @@ from torchhalo import dispatch
 
 #: How many bytes of gradients are summed by one collective: few enough that the first leave while backward goes on.
 BUCKET = 8 * 2**20
+MARK = "_torchhalo_watched"  # of a parameter that has hooks: its id
 
 
 class Reducer:
@@ -45,7 +46,7 @@ class Reducer:
         others = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for parameter in new:
             if parameter.device_mesh == self.mesh and id(parameter) not in others:
-                parameter._torchhalo_watched = id(parameter)
+                setattr(parameter, MARK, id(parameter))
                 parameter.register_hook(self._arrive)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -69,7 +70,7 @@ class Reducer:
 
 def _watched(parameter: nn.Parameter) -> bool:
     """Whether a parameter has hooks. A copy has the mark of the original; a weak reference would keep torch from moving it."""
-    return getattr(parameter, "_torchhalo_watched", None) == id(parameter)
+    return getattr(parameter, MARK, None) == id(parameter)
 
 
 class _Piece(NamedTuple):

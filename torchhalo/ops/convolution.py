@@ -9,6 +9,7 @@ is counted on one rank, the input's halo is sent once and never saved, and the s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,9 +39,9 @@ from torchhalo.windowed import (
 
 aten = torch.ops.aten
 
-#: From how many outputs on, of one channel, strips are no longer stacked for one call. On an H200 two strips of 4,096 outputs
-#: take as long as one, because they fill a fraction of its processors; of 16,384, as long as two, and hold twice the memory.
-STACKED = 8192
+#: Up to how many products pairs across the edges are added to the gradient of the weight one by one, in place: a 3x3 kernel has
+#: 6, or 16 with both dims sharded. More of them cost more than one convolution, which needs a second such gradient.
+PRODUCTS = 16
 
 
 class Role(NamedTuple):
@@ -167,6 +168,22 @@ class _Part(NamedTuple):
     known: Index
 
 
+class _Product(NamedTuple):
+    """What a piece of the halo of ``grad_output`` adds to the gradient of the weight at one tap of the kernel.
+
+    Attributes:
+        piece: The number of the piece.
+        grad: Which part of it meets the shard of the input there.
+        input: Which part of the shard that is.
+        tap: Where in the gradient.
+    """
+
+    piece: int
+    grad: Index
+    input: Index
+    tap: tuple[slice | int, ...]
+
+
 class _Work(NamedTuple):
     """What one rank computes.
 
@@ -177,11 +194,13 @@ class _Work(NamedTuple):
         whole: The first way; None where there is nothing to compute.
         bulk: The second; None to go the first way.
         strips: In groups of one shape, which are stacked along the batch for one call.
+        products: Backward, what the pairs across the edges add to the gradient of the weight; None to have the strips' own.
     """
 
     whole: _Part | None = None
     bulk: _Part | None = None
     strips: tuple[tuple[_Part, ...], ...] = ()
+    products: tuple[_Product, ...] | None = None
 
 
 class _Local(NamedTuple):
@@ -193,7 +212,6 @@ class _Local(NamedTuple):
         sparse: Whether the source is the sparse side.
         plan: What the rank holds of the source.
         own: What it owns of the target, along the exchange's dims.
-        rest: How many outputs of one channel there are for one coordinate along these dims.
     """
 
     config: _Convolution
@@ -201,7 +219,6 @@ class _Local(NamedTuple):
     sparse: bool
     plan: Plan
     own: Box
-    rest: int
 
     def work(self, in_parts: bool, croppable: Collection[int]) -> _Work:
         """How to compute.
@@ -220,9 +237,36 @@ class _Local(NamedTuple):
         groups: dict[Any, list[_Part]] = {}
         for strip in strips:
             part = self._part(strip, bulk.region)
-            alone = None if strip.size * self.rest < STACKED else strip
+            # On an H200 two strips of a dense convolution, of 64 to 512 channels, take as long together as one by one, and hold
+            # twice the memory; those of a depthwise one, 19 us together and 33 us each.
+            alone = strip if self.config.groups == 1 else None
             groups.setdefault((alone, strip.shape, part.region.shape, str(part.call)), []).append(part)
         return _Work(whole, bulk, tuple(map(tuple, groups.values())))
+
+    def products(self, kernel: Sequence[int]) -> tuple[_Product, ...] | None:
+        """Backward: the pairs of ``grad_output`` and input of which another rank has the first, by piece and by tap.
+
+        None where they are more than `PRODUCTS`.
+        """
+        if any(span.step > 1 for piece in self.plan.receives for span in piece.spans):
+            return None
+        every = slice(None), slice(None)
+        windows = [_plain(window) for window in self.config.windows(kernel, self.sparse).values()]
+        sizes = zip(self.exchange.source.shape[2:], self.exchange.target.shape[2:], strict=True)
+        whole = [(Span(0, source), Span(0, target)) for source, target in sizes]
+        found = []
+        for number, piece in enumerate(self.plan.receives):
+            sides = dict(enumerate(whole, start=2))
+            sides |= {dim: (held, own) for dim, _, own, held in self._lines(self.own, piece)}
+            for tap in product(*map(range, kernel)):
+                meetings = [
+                    window.meeting(k, *(pair if self.sparse else reversed(pair)))
+                    for window, k, pair in zip(windows, tap, sides.values(), strict=True)
+                ]
+                cuts = list(zip(*(pair if self.sparse else reversed(pair) for pair in meetings if pair), strict=True))
+                if None not in meetings:
+                    found.append(_Product(number, every + cuts[0], every + cuts[1], (*every, *tap)))
+        return tuple(found) if len(found) <= PRODUCTS else None
 
     def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Window | Mirror, Span, Span]]:
         for dim, window, own, held in zip(self.exchange.dims, self.exchange.windows, target.spans, source.spans, strict=True):
@@ -287,7 +331,7 @@ class _Program:
         self.sparse = mirrored
         self.source_format = memory_format(*((self.output if backward else input.meta)[:2]))
         self.input_format = memory_format(*input.meta[:2])
-        self._in_parts = in_parts
+        self._in_parts, self._backward, self._kernel = in_parts, backward, weight.meta.shape[2:]
         self._device, self._itemsize = input.device, input.meta.dtype.itemsize
         self._work: dict[tuple[int, ...], _Work] = {}
 
@@ -305,9 +349,11 @@ class _Program:
             return _Work()
         in_parts = worthwhile(prod(owned) * self._itemsize, self._device) if self._in_parts is None else self._in_parts
         own = Box(tuple(target.spans[dim] for dim in dims))
-        others = prod(size for dim, size in enumerate(target.shape) if dim != 1 and dim not in dims)
-        local = _Local(self.config, self.exchange, self.sparse, plan, own, others)
-        return local.work(in_parts, croppable(owned, self.source_format))
+        local = _Local(self.config, self.exchange, self.sparse, plan, own)
+        work = local.work(in_parts, croppable(owned, self.source_format))
+        if self._backward and work.bulk and work.bulk.recipe.untouched and owned[0] == self.config.groups == 1:
+            work = work._replace(products=local.products(self._kernel))
+        return work
 
 
 def _program(backward: bool, input: DTensor, weight: DTensor, bias: DTensor | None, *rest: Any) -> _Program:
@@ -338,7 +384,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     def kernel(source: Source, coordinate: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = None if any(coordinate[axis] for axis in program.summed) else bias
-        whole, bulk, strips = program.work(coordinate, source.plan)
+        whole, bulk, strips, _ = program.work(coordinate, source.plan)
         if whole is None:
             out = anchor(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
@@ -411,33 +457,48 @@ def _local_gradients(
     def kernel(
         source: Source, coordinate: tuple[int, ...], input: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        input = dense(input, program.input_format)
-        whole, bulk, strips = program.work(coordinate, source.plan)
-        if whole is None:
-            found = torch.zeros_like(input), torch.zeros_like(weight)
-        elif bulk is None:
-            found = aten.convolution_backward(source.over(whole.recipe), input, weight, None, *whole.call, [*mask[:2], False])
-        else:
-            aside = dispatch.Aside(source.shard)
-            found = aten.convolution_backward(source.held(bulk.recipe), input, weight, None, *bulk.call, [*mask[:2], False])
-            with aside:
-                more = [_strips_of_gradients(source, group, input, weight, mask) for group in strips]
-            for group, (values, share) in zip(strips, more, strict=True):
-                if mask[0]:
-                    _write(found[0], group, values)
-                if mask[1]:
-                    found[1].add_(share)
-        return tuple(tensor for tensor, wanted in zip(found, mask[:2], strict=False) if wanted)
+        input, shard = dense(input, program.input_format), source.shard
+        whole, bulk, strips, products = program.work(coordinate, source.plan)
 
-    found: list[torch.Tensor] = []
+        def by_kernel(part: _Part) -> bool:
+            """Whether the kernel sums up the bias's on its way. Of ranks that must agree on it, one may have none to call."""
+            return mask[2] and part.recipe.untouched and Replicate() not in program.grads[2]
+
+        def gradients(part: _Part, grad: torch.Tensor) -> list[torch.Tensor]:
+            wanted = [*mask[:2], by_kernel(part)]
+            return list(aten.convolution_backward(grad, input, weight, shard.shape[1:2], *part.call, wanted))
+
+        if whole is None:
+            found = [torch.zeros_like(input), torch.zeros_like(weight), shard]
+        elif bulk is None:
+            found = gradients(whole, source.over(whole.recipe))
+        else:
+            aside = dispatch.Aside(shard)
+            found = gradients(bulk, source.held(bulk.recipe))
+            by_strips = mask[0], mask[1] and products is None
+            with aside:
+                more = [_strips_of_gradients(source, group, input, weight, by_strips) for group in strips]
+            for group, (values, share) in zip(strips, more, strict=True):
+                if by_strips[0]:
+                    _write(found[0], group, values)
+                if by_strips[1]:
+                    found[1].add_(share)
+            if mask[1] and products:
+                _add_products(found[1], source, input, products, program.config.transposed)
+        if mask[2] and (whole is None or not by_kernel(bulk or whole)):
+            found[2] = _bias_gradient(shard)
+        return tuple(tensor for tensor, wanted in zip(found, mask, strict=True) if wanted)
+
     shard = laid_out(dispatch.local(grad), program.output)
-    if mask[0] or mask[1]:
-        tensors = laid_out(dispatch.local(input), input), dispatch.local(weight)
-        found += run(kernel, shard, program.exchange, grad.device_mesh, *tensors, format=program.source_format)
-    if mask[2]:
-        found.append(shard.sum([0, *range(2, shard.ndim)]))
-    grads = iter(found)
+    if not any(mask[:2]):
+        return [None, None, _bias_gradient(shard)]
+    tensors = laid_out(dispatch.local(input), input), dispatch.local(weight)
+    grads = iter(run(kernel, shard, program.exchange, grad.device_mesh, *tensors, format=program.source_format))
     return [next(grads) if wanted else None for wanted in mask]
+
+
+def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return grad.sum([0, *range(2, grad.ndim)])
 
 
 def _strips_of_gradients(
@@ -456,6 +517,17 @@ def _strips_of_gradients(
     wide = torch.float32 if region.device.type == "cpu" and region.dtype.itemsize < 4 else region.dtype
     operands = (tensor.to(wide) for tensor in (region, edge, weight))
     return values, aten.convolution_backward(*operands, None, *call, [False, True, False])[1]
+
+
+def _add_products(
+    grad_weight: torch.Tensor, source: Source, input: torch.Tensor, products: Sequence[_Product], transposed: bool
+) -> None:
+    """Add what pairs across the edges have to add, tap by tap; the batch is one image."""
+    source.used = True
+    for number, grad, own, tap in products:
+        outputs, inputs = source.pieces()[number][grad][0].flatten(1), input[own][0].flatten(1)
+        rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
+        grad_weight[tap].addmm_(rows, columns.t())
 
 
 def _returned(computed: Placement, owner: Placement) -> Placement:
