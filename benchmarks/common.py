@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import torchhalo
 from torchhalo import dispatch, launch
 
+Heap = Callable[[], AbstractContextManager[None]]
 Call = Callable[[], Any]
 Row = dict[str, Any]
 MIB = 2**20
@@ -176,10 +177,17 @@ def middle_rank(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
+def usual_heap() -> Iterator[None]:
+    """Processes started inside have the heap that the C library gives to those that ask for nothing."""
+    with mock.patch.object(launch, "_frugal_heap", nullcontext):
+        yield
+
+
+@contextmanager
 def generous_heap() -> Iterator[None]:
     """Processes started inside keep the memory of freed tensors, so that no step waits for fresh pages."""
     kept = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-    with mock.patch.object(launch, "_frugal_heap", nullcontext), mock.patch.dict(os.environ, kept):
+    with usual_heap(), mock.patch.dict(os.environ, kept):
         yield
 
 

@@ -1,9 +1,10 @@
 """One training step of a U-Net: one process with all threads against gloo ranks that share the same cores.
 
-Time: from the first rank that starts a step to the last that ends it; the median over steps and rounds, the ways in turns,
-with a heap that keeps freed memory, as otherwise page faults cost the larger tensors of one process more. Memory: what training
-adds to the peak of a process, in runs of their own with a heap that gives freed memory back; the largest rank counts. Sent: the
-bytes of all exchanges of a step, over all ranks; bound: what the windows of convolutions and pools need at least.
+Time: from the first rank that starts a step to the last that ends it; the median over steps and rounds, the ways in turns.
+The C library's heap, as it is, gives large tensors back to the system when they are freed, and fresh pages then cost the larger
+ones of one process more; `--heap kept` has it keep them, for all ways. Memory: what training adds to the peak of a process, in
+runs of their own with a heap that gives freed memory back; the largest rank counts. Sent: the bytes of all exchanges of a step,
+over all ranks; bound: what the windows of convolutions and pools need at least.
 
 JAX (`pip install jax`) and PhysicsNeMo (`pip install nvidia-physicsnemo`) are measured where they are installed.
 """
@@ -24,12 +25,13 @@ from torch.distributed.tensor import DTensor
 
 import torchhalo
 from benchmarks import common, unet_others
-from benchmarks.common import MIB, Column, Record, Row, generous_heap, key, say
+from benchmarks.common import MIB, Column, Heap, Record, Row, generous_heap, key, say, usual_heap
 from benchmarks.unet_model import Shape, UNet, layers, least_elements
 from torchhalo import launch
 from torchhalo.exchange import counted
 
 WARM_UP = 2
+HEAPS: dict[str, Heap] = {"usual": usual_heap, "kept": generous_heap}
 SHAPES = {"2d": Shape(2, 768, 16, 3), "3d": Shape(3, 96, 8, 3)}
 QUICK = {"2d": Shape(2, 32, 4, 2), "3d": Shape(3, 16, 4, 1)}
 #: float32, some million elements per sum, four steps of training
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of all ways in turns (default: %(default)s)")
+    parser.add_argument("--heap", choices=HEAPS, default="usual", help="what becomes of freed memory (default: %(default)s)")
     parser.add_argument("--no-others", action="store_true", help="only torchhalo")
 
 
@@ -65,22 +68,22 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         ranks = arguments.ranks or ([2] if quick else [2, 4])
         rounds, steps = (1, 2) if quick else (arguments.rounds, arguments.steps)
         say(str(shape))
-        for row in measure(shape, [1, *ranks], rounds, steps, memory=not quick):
+        for row in measure(shape, [1, *ranks], rounds, steps, HEAPS[arguments.heap], memory=not quick):
             record.add({"model": str(shape), **row})
         if not arguments.no_others:
-            for row in unet_others.measure(shape, ranks, rounds, steps):
+            for row in unet_others.measure(shape, ranks, rounds, steps, HEAPS[arguments.heap]):
                 least = {"bound": bound(shape, row["ranks"])} if "ranks" in row else {}
                 record.add({"model": str(shape), **row, **least})
 
 
-def measure(shape: Shape, ways: Sequence[int], rounds: int, steps: int, memory: bool) -> list[Row]:
+def measure(shape: Shape, ways: Sequence[int], rounds: int, steps: int, heap: Heap, memory: bool) -> list[Row]:
     """A row for each number of ranks; ``memory`` takes runs of its own."""
     times: dict[int, list[float]] = {ranks: [] for ranks in ways}
     reports: dict[int, list[Report]] = {}
     for turn in range(rounds):
         for ranks in ways:
             say(f"  round {turn + 1} of {rounds}: {called(ranks)}")
-            with generous_heap():
+            with heap():
                 reports[ranks] = launch.on_ranks(train, ranks, shape, steps)
             times[ranks] += durations(reports[ranks])
     first = reports[ways[0]][0].loss

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module
 
-from benchmarks.common import MIB, Row, generous_heap, say
+from benchmarks.common import MIB, Heap, Row, say
 from benchmarks.unet_model import Shape, UNet
 from torchhalo import launch
 
 
-def measure(shape: Shape, ranks: Sequence[int], rounds: int, steps: int) -> Iterator[Row]:
+def measure(shape: Shape, ranks: Sequence[int], rounds: int, steps: int, heap: Heap) -> Iterator[Row]:
     """Rows of JAX and of PhysicsNeMo."""
     ways: list[tuple[str, str, str, Callable[..., Iterator[Row]]]] = [
         ("JAX", "jax", "jax", jax),
@@ -36,17 +36,18 @@ def measure(shape: Shape, ranks: Sequence[int], rounds: int, steps: int) -> Iter
             continue
         say(f"  {name}")
         try:
-            yield from way(shape, ranks, rounds, steps)
+            yield from way(shape, ranks, rounds, steps, heap)
         except (launch.RankError, subprocess.SubprocessError, ImportError) as error:
             yield {"way": name, "note": f"failed: {str(error).strip().splitlines()[-1][:150]}"}
 
 
-def jax(shape: Shape, ranks: Sequence[int], rounds: int, steps: int) -> Iterator[Row]:
+def jax(shape: Shape, ranks: Sequence[int], rounds: int, steps: int, heap: Heap) -> Iterator[Row]:
     """One process that holds all devices. The memory is what the compiled step takes for itself on each of them."""
     reports: dict[int, list[dict[str, Any]]] = {devices: [] for devices in (1, *ranks)}
     for _ in range(rounds):
         for devices, found in reports.items():
-            found.append(_run_jax(shape, devices, steps))
+            with heap():
+                found.append(_run_jax(shape, devices, steps))
     for devices, found in reports.items():
         last = found[-1]
         gathers = f", {last['gathers']} all-gathers beside" if last["gathers"] else ""
@@ -76,12 +77,12 @@ def _run_jax(shape: Shape, devices: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def physicsnemo(shape: Shape, ranks: Sequence[int], rounds: int, steps: int) -> Iterator[Row]:
+def physicsnemo(shape: Shape, ranks: Sequence[int], rounds: int, steps: int, heap: Heap) -> Iterator[Row]:
     """ShardTensor; its one process is that of plain torch."""
     for count in ranks:
         times: list[float] = []
         for _ in range(rounds):
-            with generous_heap():
+            with heap():
                 reports = launch.on_ranks(_train_shard_tensor, count, shape, steps)
             times += [max(each) for each in zip(*(seconds for seconds, _ in reports), strict=True)]
         memory = max(memory for _, memory in launch.on_ranks(_train_shard_tensor, count, shape, 1))

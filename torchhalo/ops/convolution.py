@@ -347,7 +347,10 @@ class _Program:
         rest = [size for dim, size in enumerate(owned) if dim not in dims]
         if 0 in (plan.needs.size, target.size, *rest):
             return _Work()
-        in_parts = worthwhile(prod(owned) * self._itemsize, self._device) if self._in_parts is None else self._in_parts
+        # Beside a large target the copy of a small source shows too: a stem that reads 6 MiB and writes 32 takes an H200 1.05 of
+        # the plain time in parts and 1.08 with the copy, and 1.00 and 1.13 of its memory.
+        larger = max(prod(owned), target.size) * self._itemsize
+        in_parts = worthwhile(larger, self._device) if self._in_parts is None else self._in_parts
         own = Box(tuple(target.spans[dim] for dim in dims))
         local = _Local(self.config, self.exchange, self.sparse, plan, own)
         work = local.work(in_parts, croppable(owned, self.source_format))
