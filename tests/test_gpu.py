@@ -70,4 +70,5 @@ def test_a_long_run_of_changing_sizes(gpu: str) -> None:
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-9)
     for key, value in torchhalo.plain_state_dict(model).items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=0, atol=1e-9)
-    assert max(counts) - min(counts) < 2**16, counts
+    # The sample of the step is counted too, of which the largest here has 40 KiB.
+    assert max(counts) - counts[0] < 2**16, counts
