@@ -42,8 +42,8 @@ aten = torch.ops.aten
 #: Up to how many products pairs across the edges are added to the gradient of the weight one by one, in place: a 3x3 kernel has
 #: 6, or 16 with both dims sharded. More of them cost more than one convolution, which needs a second such gradient.
 PRODUCTS = 16
-#: How many times a weight must fit into a shard for a second gradient of it not to matter.
-LIGHT = 64
+#: How many times the weight, or what a strip reads, must fit into a shard for another one of it in memory not to matter.
+LIGHT, TINY = 64, 128
 
 
 class Role(NamedTuple):
@@ -239,9 +239,11 @@ class _Local(NamedTuple):
         groups: dict[Any, list[_Part]] = {}
         for strip in strips:
             part = self._part(strip, bulk.region)
-            # On an H200 two strips of a dense convolution, of 64 to 512 channels, take as long together as one by one, and hold
-            # twice the memory; those of a depthwise one, 19 us together and 33 us each.
-            alone = strip if self.config.groups == 1 else None
+            # On an H200 two strips of 64 to 512 channels take little longer one by one than together, up to 4% of a backward,
+            # and hold half the memory, where they are large enough for that to matter; those of a depthwise convolution,
+            # 33 us each and 19 together.
+            together = self.config.groups > 1 or part.region.size * TINY <= self.plan.owned.size
+            alone = None if together else strip
             groups.setdefault((alone, strip.shape, part.region.shape, str(part.call)), []).append(part)
         return _Work(whole, bulk, tuple(map(tuple, groups.values())))
 
