@@ -80,7 +80,7 @@ def made(kind: str) -> tuple[nn.Module, DeviceMesh | None]:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        image, target = torch.randn(2, 2, 1, 7, 5, dtype=torch.float64, generator=generator).to(model.last.weight.device)
+        image, target = torch.randn(2, 2, 1, 7, 5, dtype=torch.float64, generator=generator).to(next(model.parameters()).device)
         optimizer.zero_grad()
         F.mse_loss(model(image), target if mesh is None else torchhalo.shard(target, mesh)).backward()
         optimizer.step()

@@ -58,7 +58,7 @@ def train(model: nn.Module, mesh: DeviceMesh | None = None, watch: Callable[[int
     draw = torch.Generator().manual_seed(1)
     losses = []
     for step, size in enumerate(sizes()):
-        image = torch.randn(1, 2, *size, generator=draw, dtype=torch.float64).to(model.last.weight.device)
+        image = torch.randn(1, 2, *size, generator=draw, dtype=torch.float64).to(next(model.parameters()).device)
         target = image.mean(1, keepdim=True).roll(1, 3)
         optimizer.zero_grad()
         loss = F.mse_loss(model(image), target if mesh is None else torchhalo.shard(target, mesh, 2))

@@ -68,7 +68,7 @@ def train(model: nn.Module, steps: int, mesh: DeviceMesh | None = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
-        x = torch.linspace(-1, 2, 8 * 11 * 7, dtype=torch.float64, device=model.last.weight.device).view(1, 8, 11, 7)
+        x = torch.linspace(-1, 2, 8 * 11 * 7, dtype=torch.float64, device=next(model.parameters()).device).view(1, 8, 11, 7)
         target = x[:, :1].cos()
         F.mse_loss(model(x), target if mesh is None else torchhalo.shard(target, mesh)).backward()
         optimizer.step()

@@ -250,7 +250,7 @@ class _Local(NamedTuple):
     def products(self, kernel: Sequence[int]) -> tuple[_Product, ...] | None:
         """Backward: the pairs of ``grad_output`` and input of which another rank has the first, by piece and by tap.
 
-        None where they are more than `PRODUCTS`.
+        None where they are more than `PRODUCTS`, or rows in the halo are left out.
         """
         if any(span.step > 1 for piece in self.plan.receives for span in piece.spans):
             return None
