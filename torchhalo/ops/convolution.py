@@ -256,20 +256,18 @@ class _Local(NamedTuple):
             return None
         every = slice(None), slice(None)
         windows = [_plain(window) for window in self.config.windows(kernel, self.sparse).values()]
+        sparse, dense = (0, 1) if self.sparse else (1, 0)  # where each side is in (source, target), and the other way round
         sizes = zip(self.exchange.source.shape[2:], self.exchange.target.shape[2:], strict=True)
-        whole = [(Span(0, source), Span(0, target)) for source, target in sizes]
+        whole = {dim: (Span(0, source), Span(0, target)) for dim, (source, target) in enumerate(sizes, start=2)}
         found = []
         for number, piece in enumerate(self.plan.receives):
-            sides = dict(enumerate(whole, start=2))
-            sides |= {dim: (held, own) for dim, _, own, held in self._lines(self.own, piece)}
+            sides = whole | {dim: (held, own) for dim, _, own, held in self._lines(self.own, piece)}
             for tap in product(*map(range, kernel)):
-                meetings = [
-                    window.meeting(k, *(pair if self.sparse else reversed(pair)))
-                    for window, k, pair in zip(windows, tap, sides.values(), strict=True)
-                ]
-                cuts = list(zip(*(pair if self.sparse else reversed(pair) for pair in meetings if pair), strict=True))
-                if None not in meetings:
-                    found.append(_Product(number, every + cuts[0], every + cuts[1], (*every, *tap)))
+                lines = zip(windows, tap, sides.values(), strict=True)
+                meetings = [window.meeting(k, pair[sparse], pair[dense]) for window, k, pair in lines]
+                if all(meetings):
+                    grad, own = zip(*((pair[sparse], pair[dense]) for pair in meetings if pair), strict=True)
+                    found.append(_Product(number, every + grad, every + own, (*every, *tap)))
         return tuple(found) if len(found) <= PRODUCTS else None
 
     def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Window | Mirror, Span, Span]]:
@@ -470,16 +468,17 @@ def _local_gradients(
         input, shard = dense(input, program.input_format), source.shard
         whole, bulk, strips, products = program.work(coordinate, source.plan)
 
-        def by_kernel(part: _Part) -> bool:
-            """Whether the kernel sums up the bias's on its way. Of ranks that must agree on it, one may have none to call."""
-            return mask[2] and part.recipe.untouched and Replicate() not in program.grads[2]
-
         def gradients(part: _Part, grad: torch.Tensor) -> list[torch.Tensor]:
-            wanted = [*mask[:2], by_kernel(part)]
-            return list(aten.convolution_backward(grad, input, weight, shard.shape[1:2], *part.call, wanted))
+            # The kernel sums up the bias's on its way. But of ranks that must agree on it, one may have none to call.
+            at_once = mask[2] and part.recipe.untouched and Replicate() not in program.grads[2]
+            wanted = [*mask[:2], at_once]
+            found = list(aten.convolution_backward(grad, input, weight, shard.shape[1:2], *part.call, wanted))
+            if mask[2] and not at_once:
+                found[2] = _bias_gradient(shard)
+            return found
 
         if whole is None:
-            found = [torch.zeros_like(input), torch.zeros_like(weight), shard]
+            found = [torch.zeros_like(input), torch.zeros_like(weight), _bias_gradient(shard)]
         elif bulk is None:
             found = gradients(whole, source.over(whole.recipe))
         else:
@@ -495,8 +494,6 @@ def _local_gradients(
                     found[1].add_(share)
             if mask[1] and products:
                 _add_products(found[1], source, input, products, program.config.transposed)
-        if mask[2] and (whole is None or not by_kernel(bulk or whole)):
-            found[2] = _bias_gradient(shard)
         return tuple(tensor for tensor, wanted in zip(found, mask, strict=True) if wanted)
 
     shard = laid_out(dispatch.local(grad), program.output)
