@@ -911,10 +911,15 @@ def tracing() -> bool:
 
 def traced(tensor: torch.Tensor) -> bool:
     """Whether torch.compile is recording what happens to ``tensor``; sooner answered than `tracing`."""
-    return type(tensor) not in _PLAIN and tracing()
+    return not actual(tensor) and tracing()
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def actual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but memory, so that a kernel unknown to torch may read and write it."""
+    return type(tensor) in _PLAIN
 
 
 def all_to_all(
@@ -953,7 +958,7 @@ class Aside:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._here: torch.cuda.Stream | None = None
-        if like.is_cuda and type(like) in _PLAIN:
+        if like.is_cuda and actual(like):
             self._here = torch.cuda.current_stream(like.device)
             made = self._made.__dict__.setdefault("by_device", {})
             if like.device not in made:
