@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+
+# Before anything imports Triton: without a GPU its kernels are run by its interpreter.
+os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TORCHHALO_TEST_DEVICE") == "cuda" else "1"
+
 from collections.abc import Callable, Iterator
 
 import pytest

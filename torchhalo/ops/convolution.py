@@ -377,13 +377,13 @@ class _Program:
         own = Box(tuple(target.spans[dim] for dim in dims))
         local = _Local(self.config, self.exchange, self.sparse, plan, own)
         work = local.work(in_parts, croppable(owned, self.source_format))
-        # On a GPU the strips run beside the bulk, and products after it: 2% to 5% of the time of 64 and 128 channels.
-        heavy = self._device == "cpu" or self._weights * LIGHT > prod(owned)
         if work.bulk is None or (self._backward and not work.bulk.recipe.untouched):
             return work
+        # On a GPU the strips run beside the bulk, and products after it: 2% to 5% of the time of 64 and 128 channels.
+        heavy = self._device == "cpu" or self._weights * LIGHT > prod(owned)
         if heavy and self._backward and owned[0] == self.config.groups == 1:
             return work._replace(products=local.products(self._kernel))
-        if self._depthwise and depthwise.usable(self._device):
+        if self._depthwise and work.strips and depthwise.usable(self._device):
             return work._replace(edge=local.edge(self._kernel, chain.from_iterable(work.strips)))
         return work
 
