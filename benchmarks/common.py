@@ -148,7 +148,7 @@ def middle_rank(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
     halos: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def all_to_all(
-        tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any, about: object
+        tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any, about: object = None
     ) -> torch.Tensor:
         kind = sum(received), tensor.dtype
         if kind not in halos:

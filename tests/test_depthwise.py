@@ -22,7 +22,7 @@ from torchhalo.depthwise import Edge, Halo, add_pairs, write_strips
 from torchhalo.geometry import Span, Window
 
 pytest.importorskip("triton", reason="Triton is not installed")
-few = settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torchhalo import windowed
+from torchhalo.geometry import Box
 from torchhalo.ops import convolution
 
 
@@ -97,10 +98,18 @@ def test_random_pools_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(*args: Any) -> Any:
         bulk, strips = stock(*args)
         cropped = bulk is not None and bulk.region.spans != tuple(bulk.owned.spans[dim] for dim in bulk.dims)
-        seen[len(args[1].dims), bulk is not None, len(strips), cropped] += 1
+        seen[len(args[2].dims), bulk is not None, len(strips), cropped] += 1
         return bulk, strips
 
     monkeypatch.setattr(windowed, "_parts", counted)
+    returned: Counter[int] = Counter()
+    gathered = windowed._gathered
+
+    def sent_back(box: Box, *args: Any) -> torch.Tensor:
+        returned[len(box.spans)] += 1
+        return gathered(box, *args)
+
+    monkeypatch.setattr(windowed, "_gathered", sent_back)
 
     @settings(max_examples=45, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
@@ -137,6 +146,7 @@ def test_random_pools_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     check()
     for dims in (1, 2):
         assert {strips for d, parts, strips, _ in seen if d == dims and parts} >= {1, 2}, seen
+        assert returned[dims] > 10, returned
     assert any(cropped for *_, cropped in seen) and any(not parts for _, parts, *_ in seen), seen
 
 

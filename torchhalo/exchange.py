@@ -10,7 +10,7 @@ that its own needs and its own shard reach.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -199,7 +199,24 @@ def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Orde
     Returns:
         The halo as one flat buffer, for `received`, or None if no rank needs any.
     """
-    return _transfer(shard, exchange, mesh, order, back=False) if exchange.needed() else None
+    if not exchange.needed():
+        return None
+    group, places = dispatch.fiber_group(mesh, exchange.axes)
+
+    def pack(shard: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
+        plan = exchange.plan(coordinate, places)
+        each, cuts = _rest(shard, exchange), _cuts(exchange, plan)
+        packed = anchor(_packed([shard[cut] for cut in cuts], order) if cuts else shard.new_empty(0), shard)
+        return packed, *(each * count for count in (*plan.sent, *plan.received))
+
+    packed, *counts = dispatch.per_rank(pack, shard, *_here(mesh))
+    return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group, exchange)
+
+
+@lru_cache(maxsize=1024)
+def _cuts(exchange: Exchange, plan: Plan) -> list[Index]:
+    """Where in its shard a rank finds what it sends."""
+    return [index(exchange, box, plan.owned) for box in plan.sends]
 
 
 def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool = False, order: Order = None) -> torch.Tensor:
@@ -212,25 +229,79 @@ def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool
     Returns:
         One for each element of the shard.
     """
-    back = _transfer(region, exchange, mesh, order, back=True, exact=exact) if exchange.needed() else None
-    places = group_places(exchange, mesh)
 
-    def add(region: torch.Tensor, back: torch.Tensor | None, *coordinate: int) -> torch.Tensor:
+    def edge(plan: Plan, coordinate: tuple[int, ...], region: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return cut_back(region, exchange, plan, exact), region
+
+    def rest(plan: Plan, coordinate: tuple[int, ...], region: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return cut_own(region, exchange, plan, exact)
+
+    return fold_in_steps(edge, rest, exchange, mesh, region, order=order)
+
+
+def fold_in_steps(
+    edge: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
+    rest: Callable[..., torch.Tensor],
+    exchange: Exchange,
+    mesh: DeviceMesh,
+    *tensors: torch.Tensor | None,
+    order: Order = None,
+) -> torch.Tensor:
+    """As `fold`, where what goes back is worked out first, and the rest while it travels.
+
+    Args:
+        edge: Called with a rank's plan, its coordinate and ``tensors``; it returns a value for each element that was received,
+            as a tensor for each of ``plan.receives``, and one more tensor.
+        rest: Called with the plan, the coordinate, that one more tensor and ``tensors``; it returns a value for each element of
+            the shard, in memory that may be written to.
+    """
+    here = _here(mesh)
+
+    def alone(tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]) -> torch.Tensor:
+        plan = exchange.plan(coordinate)
+        return rest(plan, coordinate, edge(plan, coordinate, *tensors)[1], *tensors)
+
+    if not exchange.needed():
+        return dispatch.per_rank(alone, tensors, here)
+    group, places = dispatch.fiber_group(mesh, exchange.axes)
+
+    def pack(tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
-        frame = plan.exact if exact else plan.needs
-        if back is None and frame in (plan.owned, _grid(plan.owned)):
-            return region
-        out = empty(region, resized(region.shape, exchange.dims, plan.owned.shape)).zero_()
-        for own in _common(plan.owned, frame):
-            out[index(exchange, own, plan.owned)] = region[index(exchange, own, frame)]
-        if back is None:
-            return out
+        pieces, kept = edge(plan, coordinate, *tensors)
+        owned = exchange.source.owned(coordinate).shape
+        each = prod(size for dim, size in enumerate(owned) if dim not in exchange.dims)
+        packed = anchor(_packed(pieces, order) if pieces else tensors[0].new_empty(0), tensors[0])
+        return kept, packed, *(each * count for count in (*plan.received, *plan.sent))
+
+    def add(
+        kept: torch.Tensor, back: torch.Tensor, tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]
+    ) -> torch.Tensor:
+        plan = exchange.plan(coordinate, places)
+        out = rest(plan, coordinate, kept, *tensors)
         back = dispatch.wait(back)
-        for box, values in zip(plan.sends, _unpacked(back, region, exchange, plan.sends, order), strict=True):
+        for box, values in zip(plan.sends, _unpacked(back, out, exchange, plan.sends, order), strict=True):
             out[index(exchange, box, plan.owned)] += values
         return out if back.numel() else anchor(out, back)
 
-    return dispatch.per_rank(add, region, back, *_here(mesh))
+    kept, packed, *counts = dispatch.per_rank(pack, tensors, here)
+    back = dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
+    return dispatch.per_rank(add, kept, back, tensors, here)
+
+
+def cut_back(region: torch.Tensor, exchange: Exchange, plan: Plan, exact: bool) -> list[torch.Tensor]:
+    """Of a value for each element of ``plan.needs``, or of ``plan.exact``, those for what was received."""
+    return [region[index(exchange, box, plan.exact if exact else plan.needs)] for box in plan.receives]
+
+
+def cut_own(region: torch.Tensor, exchange: Exchange, plan: Plan, exact: bool) -> torch.Tensor:
+    """Of the same those for the shard, zeros where it has none; a copy where something is to be added."""
+    frame = plan.exact if exact else plan.needs
+    if not exchange.needed() and frame in (plan.owned, _grid(plan.owned)):
+        return region
+    out = empty(region, resized(region.shape, exchange.dims, plan.owned.shape)).zero_()
+    for own in _common(plan.owned, frame):
+        out[index(exchange, own, plan.owned)] = region[index(exchange, own, frame)]
+    return out
 
 
 class _Counter(dispatch.Watcher):
@@ -258,33 +329,6 @@ def counted() -> Iterator[list[int]]:
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
     """What `Exchange.plan` wants to know of the process group; None where nothing travels."""
     return dispatch.fiber_places(mesh, exchange.axes) if exchange.needed() else None
-
-
-def _transfer(
-    tensor: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Order, back: bool, exact: bool = False
-) -> torch.Tensor:
-    group, places = dispatch.fiber_group(mesh, exchange.axes)
-
-    def pack(tensor: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
-        cuts, counts = _cuts(exchange, coordinate, places, back, exact)
-        rest = _rest(tensor, exchange)
-        packed = anchor(_packed([tensor[cut] for cut in cuts], order) if cuts else tensor.new_empty(0), tensor)
-        return packed, *(rest * count for count in counts)
-
-    packed, *counts = dispatch.per_rank(pack, tensor, *_here(mesh))
-    return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group, None if back else exchange)
-
-
-@lru_cache(maxsize=1024)
-def _cuts(
-    exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ...], back: bool, exact: bool
-) -> tuple[list[Index], tuple[int, ...]]:
-    """Where in its tensor a rank finds what it sends, and how many elements it sends to and gets from each of the group."""
-    plan = exchange.plan(coordinate, places)
-    frame = plan.exact if exact else plan.needs
-    pieces, origin = (plan.receives, frame) if back else (plan.sends, plan.owned)
-    counts = (plan.received + plan.sent) if back else (plan.sent + plan.received)
-    return [index(exchange, box, origin) for box in pieces], counts
 
 
 def _packed(pieces: list[torch.Tensor], order: Order) -> torch.Tensor:

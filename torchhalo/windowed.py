@@ -21,9 +21,12 @@ from torchhalo.exchange import (
     Recipe,
     anchor,
     assemble,
+    cut_back,
+    cut_own,
     empty,
-    fold,
+    fold_in_steps,
     group_places,
+    index,
     part_of,
     received,
     recipe,
@@ -260,6 +263,7 @@ class Here(NamedTuple):
 
 
 Region = Callable[[Exchange, Plan, tuple[int, ...]], "Box | Grid"]
+Pads = Callable[[int, int, int], bool]
 
 
 def reach(exchange: Exchange, plan: Plan, coordinate: tuple[int, ...]) -> Box:
@@ -286,7 +290,7 @@ def forward(
     *others: DTensor | None,
     region: Region = hull,
     fill: float = 0.0,
-    pads: Callable[[int, int, int], bool] | None = None,
+    pads: Pads | None = None,
 ) -> tuple[DTensor, ...]:
     """Apply a local kernel to a sharded tensor; the results are sharded as it is.
 
@@ -319,7 +323,7 @@ def forward(
     def on_source(source: Source, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
         held = region(exchange, source.plan, coordinate)
         here = Here(coordinate, exchange.source.owned(coordinate), exchange.target.owned(coordinate), held, exchange.dims)
-        bulk, strips = _parts(source, here, format, pads) if pads else (None, [])
+        bulk, strips = _parts(exchange, source.plan, here, source.shard, format, pads) if pads else (None, [])
         if bulk is None:
             return kernel(source.region(held), here, *others)
         aside = dispatch.Aside(source.shard)
@@ -341,19 +345,23 @@ def forward(
 
 
 def _parts(
-    source: Source, here: Here, format: torch.memory_format, pads: Callable[[int, int, int], bool]
+    exchange: Exchange, plan: Plan, here: Here, like: torch.Tensor, format: torch.memory_format, pads: Pads
 ) -> tuple[Here | None, list[Here]]:
-    """The bulk and the strips of what a rank computes; None and none to compute it at once."""
-    exchange, plan, shard = source.exchange, source.plan, source.shard
+    """The bulk and the strips of what a rank computes; None and none to compute it at once.
+
+    Args:
+        like: A tensor of the source's kind.
+        format: The source's.
+    """
     own = Box(tuple(here.outputs.spans[dim] for dim in here.dims))
-    wanted = worthwhile(shard.numel() * shard.element_size(), shard.device.type) if _forced is None else _forced
-    if not (wanted and shard.numel() and own.size and plan.receives):
+    wanted = worthwhile(here.owned.size * like.element_size(), like.device.type) if _forced is None else _forced
+    if not (wanted and here.owned.size and own.size and plan.receives):
         return None, []
     fitted = []
     for dim, window, outputs, held in zip(here.dims, exchange.windows, own.spans, plan.owned.spans, strict=True):
         assert isinstance(window, Window)
         found = crop(window, held, outputs, False)
-        if found is None or not pads(dim, *found[1:]) or (found[0] != held and dim not in croppable(shard.shape, format)):
+        if found is None or not pads(dim, *found[1:]) or (found[0] != held and dim not in croppable(here.owned.shape, format)):
             return None, []
         fitted.append(found)
     region = Box(tuple(span for span, _, _ in fitted))
@@ -372,6 +380,7 @@ def adjoint(
     result: dispatch.Meta,
     *others: DTensor | None,
     region: Region = hull,
+    pads: Pads | None = None,
 ) -> DTensor:
     """The gradient of a linear `forward`: each rank turns its part of ``grad`` into one over all it read, which is folded.
 
@@ -381,7 +390,10 @@ def adjoint(
         grad: The gradient of the target, sharded as the source is to be.
         windows: As in the forward op.
         result: The source's shape, strides and dtype.
+        others: Tensors that the kernel also wants; of the shape of ``grad`` if ``pads`` is given.
         region: `hull` or `exact`.
+        pads: As in `forward`, for a kernel that leaves out what falls on the padding. Then a large shard's gradients of what
+            other ranks own are computed first, and travel while the kernel turns to the shard.
     """
     mesh = grad.device_mesh
     grad = dispatch.reduced(grad)
@@ -389,19 +401,50 @@ def adjoint(
     if done := dispatch.outside(grad, [result], [placements]):
         return done[0]
     exchange = exchange_between(layout(result.shape, mesh, placements), layout(grad.shape, mesh, placements), windows)
-    places = group_places(exchange, mesh)
+    format = memory_format(result.shape, result.stride)
 
-    def on_rank(shard: torch.Tensor, others: Sequence[torch.Tensor | None], coordinate: tuple[int, ...]) -> torch.Tensor:
-        plan = exchange.plan(coordinate, places)
+    def parts(plan: Plan, coordinate: tuple[int, ...], shard: torch.Tensor) -> tuple[Here, Here | None, list[Here]]:
         owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
         here = Here(coordinate, owned, outputs, region(exchange, plan, coordinate), exchange.dims)
-        return kernel(shard, here, *others)
+        bulk, strips = _parts(exchange, plan, here, shard, format, pads) if pads else (None, [])
+        return (here, None, []) if bulk is None or bulk.region != plan.owned else (here, bulk, strips)
 
-    shards = [None if other is None else dispatch.local(other) for other in others]
-    values = dispatch.per_rank(on_rank, laid_out(dispatch.local(grad), grad), shards, dispatch.coordinate(mesh))
-    order = memory_order(memory_format(result.shape, result.stride), len(result.shape))
-    out = fold(values, exchange, mesh, exact=region is exact, order=order)
+    def edge(
+        plan: Plan, coordinate: tuple[int, ...], shard: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        here, bulk, strips = parts(plan, coordinate, shard)
+        if bulk is None:
+            values = kernel(shard, here, *others)
+            return cut_back(values, exchange, plan, region is exact), values
+        found = []
+        for strip in strips:
+            cut = strip.outputs.within(here.outputs)
+            reads = exchange.needs(Box(tuple(strip.outputs.spans[dim] for dim in here.dims)))
+            found.append((reads, kernel(shard[cut], strip._replace(region=reads), *(other[cut] for other in others))))
+        return [_gathered(box, found, exchange) for box in plan.receives], shard
+
+    def rest(
+        plan: Plan, coordinate: tuple[int, ...], values: torch.Tensor, shard: torch.Tensor, *others: torch.Tensor
+    ) -> torch.Tensor:
+        _, bulk, _ = parts(plan, coordinate, shard)
+        return cut_own(values, exchange, plan, region is exact) if bulk is None else kernel(shard, bulk, *others)
+
+    tensors = [laid_out(dispatch.local(grad), grad), *(None if other is None else dispatch.local(other) for other in others)]
+    out = fold_in_steps(edge, rest, exchange, mesh, *tensors, order=memory_order(format, len(result.shape)))
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
+
+
+def _gathered(box: Box, found: Sequence[tuple[Box, torch.Tensor]], exchange: Exchange) -> torch.Tensor:
+    """What regions that may overlap have for ``box``, added up."""
+    meeting = [(region, values, box & region) for region, values in found if (box & region).size]
+    if len(meeting) == 1 and meeting[0][2] == box:
+        region, values, _ = meeting[0]
+        return values[index(exchange, box, region)]
+    like = meeting[0][1]
+    out = empty(like, resized(like.shape, exchange.dims, box.shape)).zero_()
+    for region, values, common in meeting:
+        out[index(exchange, common, box)] += values[index(exchange, common, region)]
+    return out
 
 
 def gather_pieces(region: torch.Tensor, here: Here, relations: Mapping[int, Pieces]) -> torch.Tensor:

@@ -7,8 +7,8 @@ whole tensor; an average is a sum, divided by what the whole tensor says of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torchhalo.addressed import moved
 from torchhalo.exchange import anchor
 from torchhalo.geometry import Relation, Span, Window
 from torchhalo.relayout import relayout
-from torchhalo.windowed import Here, adjoint, forward, memory_format, reach
+from torchhalo.windowed import Here, Pads, adjoint, forward, memory_format, reach
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class Pool(NamedTuple):
         first = ndim - len(self.kernel)
         return self._replace(padding=tuple(own.get(first + i, p) for i, p in enumerate(self.padding)))
 
-    def pads(self, ndim: int) -> Callable[[int, int, int], bool]:
+    def pads(self, ndim: int) -> Pads:
         """What torch's kernels can pad by themselves: up to half a window; and they must not round up what is left over."""
         windows = self.windows(ndim)
         return lambda dim, padding, rest: padding <= windows[dim].extent // 2 and not (self.ceil_mode and rest)
@@ -139,7 +139,7 @@ def max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
             )
     grad, input, indices = dispatch.as_dtensors(str(op), grad_output=grad, self=input, indices=indices)
     (result,) = dispatch.plain_result(op, grad, input, *pool, indices)
-    return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result)
+    return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result, pool.pads(input.ndim))
 
 
 def first_index(held: Sequence[Span], sizes: Sequence[int]) -> int | None:
@@ -165,7 +165,9 @@ def placed_as(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     return relayout(tensor, dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype), placements)
 
 
-def to_maxima(grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dispatch.Meta) -> DTensor:
+def to_maxima(
+    grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dispatch.Meta, pads: Pads | None = None
+) -> DTensor:
     """The gradient of a maximum: to the elements that the indices name, which are among those that the rank read."""
     sizes, lead = [result.shape[dim] for dim in windows], grad.ndim - len(windows)
 
@@ -174,16 +176,26 @@ def to_maxima(grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], 
         if not grad.numel():
             return nothing(grad, held)
         shape = *grad.shape[:lead], *(span.size for span in held)
-        first = first_index(held, sizes)
+        first, within = first_index(held, sizes), []
+
+        def move(at: torch.Tensor, start: int, size: int) -> torch.Tensor:
+            at = at - start if start else at
+            if here.padding:
+                within.append((at >= 0) & (at < size))
+            return at
+
         if first is None:
-            indices = moved(indices, sizes, shape[lead:], lambda dim, at: at - held[dim].start)
-        elif first:
-            indices = indices - first
+            indices = moved(indices, sizes, shape[lead:], lambda dim, at: move(at, held[dim].start, held[dim].size))
+        else:
+            indices = move(indices, first, prod(shape[lead:]))
+        if within:
+            met = reduce(torch.logical_and, within)
+            grad, indices = grad.where(met, 0), indices.where(met, 0)
         out = grad.new_zeros(shape, dtype=summed(grad.dtype))
         out.flatten(lead).scatter_add_(-1, indices.flatten(lead), grad.flatten(lead).to(out.dtype))
         return out.to(grad.dtype)
 
-    return adjoint(kernel, grad, windows, result, indices)
+    return adjoint(kernel, grad, windows, result, indices, pads=pads)
 
 
 def nothing(grad: torch.Tensor, held: Sequence[Span]) -> torch.Tensor:
@@ -287,7 +299,8 @@ def avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
         if divisor is None:
             counts = average.counts(windows, input.shape, here, grad.device)
             share = divided(grad.to(summed(grad.dtype)), counts)
-        spans = {dim: windows[dim].reach(here.outputs.spans[dim]) if dim in here.dims else held[dim] for dim in windows}
+        cut = () if here.padding else here.dims
+        spans = {dim: windows[dim].reach(here.outputs.spans[dim]) if dim in cut else held[dim] for dim in windows}
         out = op(
             share,
             unread(share, [span.size for span in spans.values()], format),
@@ -295,12 +308,14 @@ def avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
         )
         return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
 
-    return adjoint(kernel, as_pooled(grad, input), windows, result)
+    return adjoint(kernel, as_pooled(grad, input), windows, result, pads=average.pool.pads(input.ndim))
 
 
 def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format) -> torch.Tensor:
     """For a backward kernel that wants no more of its input than its shape."""
     shape = *grad.shape[: -len(sizes)], *sizes
+    if format == torch.contiguous_format:
+        return grad.new_empty(()).expand(shape)  # a CPU's kernel never looks at it, so it takes no memory
     return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=format)
 
 
