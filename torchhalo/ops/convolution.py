@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import depthwise, dispatch
+from torchhalo import depthwise, dispatch, local_convolution
 from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, index, recipe
 from torchhalo.geometry import Box, Mirror, Span, Window, crop, overhang
 from torchhalo.layout import layout
@@ -421,14 +421,14 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             out = anchor(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
-            return aten.convolution(source.over(whole.recipe), weight, bias, *whole.call)
+            return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
         aside = dispatch.Aside(source.shard)
-        out = aten.convolution(source.held(bulk.recipe), weight, bias, *bulk.call)
+        out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
         if edge is not None and dispatch.actual(out):
             depthwise.write_strips(out, source.shard, _halo(source, edge), weight, bias, edge)
             return out
         with aside:
-            values = [aten.convolution(_stacked(source, group), weight, bias, *group[0].call) for group in strips]
+            values = [local_convolution.forward(_stacked(source, group), weight, bias, group[0].call) for group in strips]
         for group, value in zip(strips, values, strict=True):
             _write(out, group, value)
         return out
@@ -499,7 +499,7 @@ def _local_gradients(
             # The kernel sums up the bias's on its way. But of ranks that must agree on it, one may have none to call.
             at_once = mask[2] and part.recipe.untouched and Replicate() not in program.grads[2]
             wanted = [*mask[:2], at_once]
-            found = list(aten.convolution_backward(grad, input, weight, shard.shape[1:2], *part.call, wanted))
+            found = local_convolution.backward(grad, input, weight, shard.shape[1:2], part.call, wanted)
             if mask[2] and not at_once:
                 found[2] = _bias_gradient(shard)
             return found
@@ -549,15 +549,15 @@ def _strips_of_gradients(
     edges = [input[part.cut] for part in group]
     edge = edges[0] if len(edges) == 1 else torch.cat(edges)
     region, call = _stacked(source, group), group[0].call
-    values = aten.convolution_backward(region, edge, weight, None, *call, [True, False, False])[0] if mask[0] else None
+    values = local_convolution.backward(region, edge, weight, None, call, [True, False, False])[0] if mask[0] else None
     if not mask[1]:
         return values, None
     for part, each in zip(group, region.chunk(len(group)), strict=True):
         each[part.known].zero_()
     # oneDNN's low-precision gradients of a weight are wrong on some small strips.
     wide = torch.float32 if region.device.type == "cpu" and region.dtype.itemsize < 4 else region.dtype
-    operands = (tensor.to(wide) for tensor in (region, edge, weight))
-    return values, aten.convolution_backward(*operands, None, *call, [False, True, False])[1]
+    region, edge, weight = (tensor.to(wide) for tensor in (region, edge, weight))
+    return values, local_convolution.backward(region, edge, weight, None, call, [False, True, False])[1]
 
 
 def _add_products(
