@@ -35,6 +35,7 @@ def gpu() -> Iterator[str]:
     """A CUDA device, as the one rank of an NCCL group, with torchhalo enabled and no TF32."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device on this machine")
+    torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

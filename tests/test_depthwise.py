@@ -17,18 +17,19 @@ from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from torchhalo import depthwise, windowed
+from torchhalo import depthwise, dispatch, windowed
 from torchhalo.depthwise import Edge, Halo, add_pairs, write_strips
 from torchhalo.geometry import Span, Window
 
 pytest.importorskip("triton", reason="Triton is not installed")
+original = depthwise.usable
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(depthwise, "usable", lambda device: True)
+        monkeypatch.setattr(depthwise, "usable", dispatch.actual)
 
 
 @few
@@ -87,6 +88,21 @@ def test_random_edges(data: st.DataObject) -> None:
         found = torch.ones_like(w)
         add_pairs(found, along(x.detach(), edge.own), halo, edge)
         torch.testing.assert_close(found - 1, expected, rtol=0, atol=1e-10)
+
+
+def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not original(torch.ones(1))
+    compiles = depthwise._compiles.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(depthwise, "find_spec", lambda name: None)
+        assert not compiles()
+
+    def uncompiled(*args: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(depthwise, "write_strips", uncompiled)
+    with pytest.warns(UserWarning, match="Triton cannot compile here"):
+        assert not compiles()
 
 
 def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchhalo import dispatch
 from torchhalo.geometry import Span, Window
 
 #: What a program works on at once: so many elements that lie one behind another in memory, and so many such rows. Measured on
@@ -58,14 +59,18 @@ class Halo(NamedTuple):
     after: torch.Tensor
 
 
-@lru_cache(maxsize=64)
-def usable(device: str) -> bool:
-    """Whether the kernels here can run on a kind of device: Triton wants a GPU, and a C compiler beside it."""
-    if device != "cuda" or find_spec("triton") is None:
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether the kernels here can run on a tensor: Triton wants memory of a GPU, and a C compiler beside it."""
+    return tensor.is_cuda and dispatch.actual(tensor) and _compiles()
+
+
+@lru_cache(maxsize=1)
+def _compiles() -> bool:
+    if find_spec("triton") is None:
         return False
-    one = torch.ones((1, 1, 1), device=device)
     edge = Edge(2, (Window(1),), False, Span(0, 1), Span(0, 0), Span(1, 1), Span(0, 1), (Span(0, 1),))
     try:
+        one = torch.ones((1, 1, 1), device="cuda")
         write_strips(one.clone(), one, Halo(one, one), one, None, edge)
     except Exception as error:
         warnings.warn(

@@ -1157,6 +1157,10 @@ def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGr
     The second result lists, for the flattened (row-major) index along ``axes``, the position in the group, which torch keeps
     in the order of global ranks whatever the order of the mesh.
     """
+    return prepared(mesh, _fiber_group, axes)
+
+
+def _fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     members, places = _fiber(mesh, axes)
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
 

@@ -457,15 +457,25 @@ def _unpacked(
     flat: torch.Tensor, like: torch.Tensor, exchange: Exchange, boxes: tuple[Box, ...], order: Order
 ) -> list[torch.Tensor]:
     """The boxes in a flat buffer, as views of it."""
-    rest = _rest(like, exchange)
     if not boxes:
         return []
-    pieces = flat.split_with_sizes([rest * box.size for box in boxes])
-    shapes = [resized(like.shape, exchange.dims, box.shape) for box in boxes]
-    if order is None:
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-    back = [order.index(dim) for dim in range(len(order))]
-    return [piece.view([shape[dim] for dim in order]).permute(back) for piece, shape in zip(pieces, shapes, strict=True)]
+    sizes, shapes, back = _shapes(tuple(map(int, like.shape)), exchange.dims, boxes, order)
+    views = [piece.view(shape) for piece, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
+    return views if order is None else [view.permute(back) for view in views]
+
+
+@lru_cache(maxsize=1024)
+def _shapes(
+    shape: tuple[int, ...], dims: tuple[int, ...], boxes: tuple[Box, ...], order: Order
+) -> tuple[list[int], list[list[int]], list[int]]:
+    """The sizes of boxes in a flat buffer, their shapes in the order of memory, and the way back from that."""
+    inner = order or tuple(range(len(shape)))
+    shapes = [resized(shape, dims, box.shape) for box in boxes]
+    return (
+        list(map(prod, shapes)),
+        [[each[dim] for dim in inner] for each in shapes],
+        [inner.index(d) for d in range(len(shape))],
+    )
 
 
 def _common(owned: Box, region: Box | Grid) -> tuple[Box, ...]:

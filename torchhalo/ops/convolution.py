@@ -383,7 +383,7 @@ class _Program:
         heavy = self._device == "cpu" or self._weights * LIGHT > prod(owned)
         if heavy and self._backward and owned[0] == self.config.groups == 1:
             return work._replace(products=local.products(self._kernel))
-        if self._depthwise and work.strips and depthwise.usable(self._device):
+        if self._depthwise and work.strips:
             return work._replace(edge=local.edge(self._kernel, chain.from_iterable(work.strips)))
         return work
 
@@ -424,7 +424,7 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
         aside = dispatch.Aside(source.shard)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
-        if edge is not None and dispatch.actual(out):
+        if edge is not None and depthwise.usable(out):
             depthwise.write_strips(out, source.shard, _halo(source, edge), weight, bias, edge)
             return out
         with aside:
@@ -445,6 +445,9 @@ def _stacked(source: Source, group: Sequence[_Part]) -> torch.Tensor:
 
 def _write(out: torch.Tensor, group: Sequence[_Part], values: torch.Tensor) -> None:
     """Put the parts, one behind another along the batch of ``values``, where they belong."""
+    if len(group) == 1:
+        out[group[0].cut].copy_(values)
+        return
     both = stacked_view(out, [part.cut for part in group])
     if both is not None:
         both.copy_(values)
@@ -511,7 +514,7 @@ def _local_gradients(
         else:
             aside = dispatch.Aside(shard)
             found = gradients(bulk, source.held(bulk.recipe))
-            if edge is not None and dispatch.actual(shard):
+            if edge is not None and depthwise.usable(shard):
                 halo = _halo(source, edge)
                 if mask[0]:
                     depthwise.write_strips(found[0], shard, halo, weight, None, edge)
