@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -92,6 +93,8 @@ def test_random_edges(data: st.DataObject) -> None:
 
 def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not original(torch.ones(1))
+    with FakeTensorMode():
+        assert not original(torch.ones(1, device="cuda"))
     compiles = depthwise._compiles.__wrapped__
     with monkeypatch.context() as patch:
         patch.setattr(depthwise, "find_spec", lambda name: None)

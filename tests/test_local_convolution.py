@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchhalo import local_convolution
 
@@ -62,5 +63,7 @@ def test_the_choice_follows_torchs_own(monkeypatch: pytest.MonkeyPatch, channels
     x, w = torch.randn(1, channels, depth, 48, 48), torch.randn(8, channels, 3, 3, 3)
     call: tuple[Any, ...] = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
     assert local_convolution._slow(x, w, call) is faster
+    with FlopCounterMode(display=False):
+        assert not local_convolution._slow(x, w, call)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not local_convolution._slow(x, w, call)

@@ -922,6 +922,11 @@ def actual(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
+def unwatched() -> bool:
+    """Whether no dispatch mode sees what is called: such as count operations or memory, of ops and tensors that they know."""
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
 def all_to_all(
     tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, about: object = None
 ) -> torch.Tensor:

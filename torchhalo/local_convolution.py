@@ -66,6 +66,7 @@ def _slow(input: torch.Tensor, weight: torch.Tensor, call: Sequence[Any]) -> boo
         and prod(input.shape[:4]) <= SMALL
         and min(weight.shape[3:]) <= 3 < prod(weight.shape[2:])
         and dispatch.actual(input)
+        and dispatch.unwatched()
         and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
     )
