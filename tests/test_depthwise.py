@@ -24,7 +24,7 @@ from torchhalo.geometry import Span, Window
 
 pytest.importorskip("triton", reason="Triton is not installed")
 original = depthwise.usable
-few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(depthwise, "usable", dispatch.actual)
 
 
-@few
+@settings(max_examples=20, **SETTINGS)
 @given(data=st.data())
 def test_random_edges(data: st.DataObject) -> None:
     """Strips of a convolution and of its input's gradient, and the pairs across, wherever the cuts are."""
@@ -120,7 +120,7 @@ def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(depthwise, each.__name__, counted)
     helped: Counter[tuple[bool, ...]] = Counter()
 
-    @few
+    @settings(max_examples=14, **SETTINGS)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         draw = data.draw
