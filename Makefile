@@ -1,6 +1,7 @@
 # `make help` lists the targets. `make test TORCH=2.15.0` runs on another torch, in an environment of its own.
 
 PINNED := 2.13.0
+TRITON := triton==3.7.1; sys_platform == 'linux'
 TORCH ?= $(PINNED)
 PYTHON ?= python3
 
@@ -18,11 +19,13 @@ help:  ## list the targets
 
 setup: $(READY)  ## make the virtual environment
 
-# torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it.
+# torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it. The pinned one is for CPUs
+# and brings no Triton, whose interpreter tests our kernels; other releases bring theirs.
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==$(TORCH)
 	$(BIN)/python -m pip install --requirement requirements-dev.txt
+	$(if $(OTHER),,$(BIN)/python -m pip install "$(TRITON)")
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
