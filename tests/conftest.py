@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 
+# Before anything imports torch: the workers share the cores, and threads that wait for each other would take them from all.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Before anything imports Triton: without a GPU its kernels are run by its interpreter.
 os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TORCHHALO_TEST_DEVICE") == "cuda" else "1"
 

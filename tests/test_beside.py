@@ -522,7 +522,7 @@ TRAININGS = {
     "down-sampling": Training((3, 256), {"kernel_size": 4, "stride": 4}, (7, 3, 512, 1024)),
     "depthwise": Training((256, 256), {"kernel_size": 7, "padding": 3, "groups": 256}, (7, 256, 128, 256)),
 }
-STEPS = 4
+STEPS = 3
 _running: dict[str, Iterator[list[torch.Tensor]]] = {}
 
 

@@ -22,7 +22,7 @@ import torchhalo
 from torchhalo import dispatch
 from torchhalo.ops import indexing
 
-RANKS, STEPS, HUGE_EVERY = 4, 500, 50
+RANKS, STEPS, HUGE_EVERY = 3, 500, 50
 COUNTED = 149, 299, 499  # the steps after which a process counts what it holds
 KEPT = 1024  # less than usual, so that all is let go several times
 MIB = 2**20
