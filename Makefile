@@ -19,13 +19,13 @@ help:  ## list the targets
 
 setup: $(READY)  ## make the virtual environment
 
-# torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it. The pinned one is for CPUs
-# and brings no Triton, whose interpreter tests our kernels; other releases bring theirs.
+# torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it. Triton's interpreter
+# tests our kernels: torch for CUDA brings a Triton, torch for CPUs does not.
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==$(TORCH)
 	$(BIN)/python -m pip install --requirement requirements-dev.txt
-	$(if $(OTHER),,$(BIN)/python -m pip install "$(TRITON)")
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install "$(TRITON)"
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -20,7 +20,7 @@ from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo import dispatch
-from torchhalo.exchange import Exchange, Plan, assemble, fold, group_places, received, recipe, start
+from torchhalo.exchange import Exchange, Plan, assemble, cut_back, cut_own, fold, group_places, received, recipe, start
 from torchhalo.geometry import Box, Mirror, Span, Window
 from torchhalo.layout import Layout
 from torchhalo.windowed import exchange_between
@@ -331,7 +331,14 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
     order = (0, *range(2, len(case.shape)), 1) if case.channels_last else None
     halo = start(shard, exchange, mesh, order)
     places = group_places(exchange, mesh)
-    folded = fold(pulled, exchange, mesh, order=order)
+    folded = fold(
+        lambda plan, _, region: (cut_back(region, exchange, plan, exact=False), region),
+        lambda plan, _, region, __: cut_own(region, exchange, plan, exact=False),
+        exchange,
+        mesh,
+        pulled,
+        order=order,
+    )
 
     def compare(
         shard: torch.Tensor, halo: torch.Tensor | None, pulled: torch.Tensor, folded: torch.Tensor, *coordinate: int

@@ -923,7 +923,7 @@ def actual(tensor: torch.Tensor) -> bool:
 
 
 def unwatched() -> bool:
-    """Whether no dispatch mode sees what is called: such as count operations or memory, of ops and tensors that they know."""
+    """Whether no dispatch mode sees what is called: one that counts work or memory knows torch's usual ops and tensors."""
     return torch._C._len_torch_dispatch_stack() == 0
 
 

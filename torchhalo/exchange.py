@@ -205,9 +205,8 @@ def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Orde
 
     def pack(shard: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
-        each, cuts = _rest(shard, exchange), _cuts(exchange, plan)
-        packed = anchor(_packed([shard[cut] for cut in cuts], order) if cuts else shard.new_empty(0), shard)
-        return packed, *(each * count for count in (*plan.sent, *plan.received))
+        counts = _counts(exchange, shard.shape, plan.sent + plan.received)
+        return _packed([shard[cut] for cut in _cuts(exchange, plan)], shard, order), *counts
 
     packed, *counts = dispatch.per_rank(pack, shard, *_here(mesh))
     return dispatch.all_to_all(packed, counts[len(places) :], counts[: len(places)], group, exchange)
@@ -219,27 +218,7 @@ def _cuts(exchange: Exchange, plan: Plan) -> list[Index]:
     return [index(exchange, box, plan.owned) for box in plan.sends]
 
 
-def fold(region: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, exact: bool = False, order: Order = None) -> torch.Tensor:
-    """The adjoint of `start` and `assemble`: what was received is sent back and added where it came from.
-
-    Args:
-        region: A value for each element of ``plan.needs``, or of ``plan.exact``.
-        exact: Which of the two.
-
-    Returns:
-        One for each element of the shard.
-    """
-
-    def edge(plan: Plan, coordinate: tuple[int, ...], region: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return cut_back(region, exchange, plan, exact), region
-
-    def rest(plan: Plan, coordinate: tuple[int, ...], region: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return cut_own(region, exchange, plan, exact)
-
-    return fold_in_steps(edge, rest, exchange, mesh, region, order=order)
-
-
-def fold_in_steps(
+def fold(
     edge: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
     rest: Callable[..., torch.Tensor],
     exchange: Exchange,
@@ -247,13 +226,22 @@ def fold_in_steps(
     *tensors: torch.Tensor | None,
     order: Order = None,
 ) -> torch.Tensor:
-    """As `fold`, where what goes back is worked out first, and the rest while it travels.
+    """The adjoint of `start` and `assemble`: what was received is sent back and added where it came from.
+
+    What goes back is worked out first, and the rest while it travels.
 
     Args:
         edge: Called with a rank's plan, its coordinate and ``tensors``; it returns a value for each element that was received,
             as a tensor for each of ``plan.receives``, and one more tensor.
         rest: Called with the plan, the coordinate, that one more tensor and ``tensors``; it returns a value for each element of
             the shard, in memory that may be written to.
+
+    Example:
+        Of ``region``, a value for each element of ``plan.needs``::
+
+            edge = lambda plan, coordinate, region: (cut_back(region, exchange, plan, exact=False), region)
+            rest = lambda plan, coordinate, kept, region: cut_own(region, exchange, plan, exact=False)
+            shard = fold(edge, rest, exchange, mesh, region)
     """
     here = _here(mesh)
 
@@ -268,10 +256,8 @@ def fold_in_steps(
     def pack(tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
         pieces, kept = edge(plan, coordinate, *tensors)
-        owned = exchange.source.owned(coordinate).shape
-        each = prod(size for dim, size in enumerate(owned) if dim not in exchange.dims)
-        packed = anchor(_packed(pieces, order) if pieces else tensors[0].new_empty(0), tensors[0])
-        return kept, packed, *(each * count for count in (*plan.received, *plan.sent))
+        counts = _counts(exchange, exchange.source.owned(coordinate).shape, plan.received + plan.sent)
+        return kept, _packed(pieces, tensors[0], order), *counts
 
     def add(
         kept: torch.Tensor, back: torch.Tensor, tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]
@@ -331,13 +317,15 @@ def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None
     return dispatch.fiber_places(mesh, exchange.axes) if exchange.needed() else None
 
 
-def _packed(pieces: list[torch.Tensor], order: Order) -> torch.Tensor:
-    """The pieces one behind another in a flat buffer, each in the order of memory."""
+def _packed(pieces: list[torch.Tensor], cause: torch.Tensor, order: Order) -> torch.Tensor:
+    """The pieces one behind another in a flat buffer, each in the order of memory; made of ``cause``."""
+    if not pieces:
+        return anchor(cause.new_empty(0), cause)
     if order is not None:
         pieces = [piece.permute(order) for piece in pieces]
     if any(piece.shape[1:] != pieces[0].shape[1:] for piece in pieces):
         pieces = [piece.reshape(-1) for piece in pieces]
-    return torch.cat(pieces).reshape(-1)
+    return anchor(torch.cat(pieces).reshape(-1), cause)
 
 
 class Recipe(NamedTuple):
@@ -501,9 +489,10 @@ def _here(mesh: DeviceMesh) -> tuple[int, ...]:
     return coordinate
 
 
-def _rest(tensor: torch.Tensor, exchange: Exchange) -> int:
-    """How many elements a coordinate along the exchange's dims stands for."""
-    return prod(size for dim, size in enumerate(tensor.shape) if dim not in exchange.dims)
+def _counts(exchange: Exchange, shape: Sequence[int], boxes: Iterable[int]) -> list[int]:
+    """How many elements of a tensor boxes of so many coordinates along the exchange's dims are."""
+    each = prod(size for dim, size in enumerate(shape) if dim not in exchange.dims)
+    return [each * count for count in boxes]
 
 
 def index(exchange: Exchange, box: Box, origin: Box | Grid) -> Index:

@@ -24,7 +24,7 @@ from torchhalo.exchange import (
     cut_back,
     cut_own,
     empty,
-    fold_in_steps,
+    fold,
     group_places,
     index,
     part_of,
@@ -430,7 +430,7 @@ def adjoint(
         return cut_own(values, exchange, plan, region is exact) if bulk is None else kernel(shard, bulk, *others)
 
     tensors = [laid_out(dispatch.local(grad), grad), *(None if other is None else dispatch.local(other) for other in others)]
-    out = fold_in_steps(edge, rest, exchange, mesh, *tensors, order=memory_order(format, len(result.shape)))
+    out = fold(edge, rest, exchange, mesh, *tensors, order=memory_order(format, len(result.shape)))
     return dispatch.wrap(laid_out(out, result), mesh, placements, result)
 
 

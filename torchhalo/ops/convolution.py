@@ -278,7 +278,7 @@ class _Local(NamedTuple):
         return tuple(found) if len(found) <= PRODUCTS else None
 
     def edge(self, kernel: Sequence[int], strips: Iterable[_Part]) -> depthwise.Edge | None:
-        """The same for kernels that compute the edges of a depthwise convolution; None where they cannot."""
+        """What the kernels for depthwise convolutions want to know of ``strips``; None where these kernels cannot help."""
         if len(self.exchange.dims) > 1:
             return None
         (dim,), (held,), (own,) = self.exchange.dims, self.plan.owned.spans, self.own.spans
@@ -512,6 +512,9 @@ def _local_gradients(
                 found[2] = _bias_gradient(shard)
             return found
 
+        def wanted_of(found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return tuple(tensor for tensor, wanted in zip(found, mask, strict=True) if wanted)
+
         if whole is None:
             found = [torch.zeros_like(input), torch.zeros_like(weight), _bias_gradient(shard)]
         elif bulk is None:
@@ -525,7 +528,7 @@ def _local_gradients(
                     depthwise.write_strips(found[0], shard, halo, weight, None, edge)
                 if mask[1]:
                     depthwise.add_pairs(found[1], input, halo, edge)
-                strips = ()
+                return wanted_of(found)
             by_strips = mask[0], mask[1] and products is None
             with aside:
                 more = [_strips_of_gradients(source, group, input, weight, by_strips) for group in strips]
@@ -536,7 +539,7 @@ def _local_gradients(
                     found[1].add_(share)
             if mask[1] and products:
                 _add_products(found[1], source, input, products, program.config.transposed)
-        return tuple(tensor for tensor, wanted in zip(found, mask, strict=True) if wanted)
+        return wanted_of(found)
 
     shard = laid_out(dispatch.local(grad), program.output)
     if not any(mask[:2]):
