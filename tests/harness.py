@@ -18,7 +18,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode, maybe_disable_local_tensor_mode
+from torch.distributed._local_tensor import (
+    LocalTensor,
+    LocalTensorMode,
+    _LocalDeviceMesh,
+    local_tensor_mode,
+    maybe_disable_local_tensor_mode,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -40,9 +46,20 @@ if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that 
 @contextlib.contextmanager
 def simulated(ranks: int) -> Iterator[None]:
     """All of ``ranks`` in this process, with torchhalo enabled."""
+    stock, kept = _LocalDeviceMesh.get_coordinate, {}
+
+    def coordinate(mesh: DeviceMesh) -> Any:
+        """Keeps the mesh: before torch 2.15 coordinates are cached by its id, and another mesh may get the id of a freed one."""
+        kept[id(mesh)] = mesh
+        return stock(mesh)
+
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
-        with torchhalo.enable(), LocalTensorMode(ranks):
+        with (
+            torchhalo.enable(),
+            mock.patch.object(_LocalDeviceMesh, "get_coordinate", staticmethod(coordinate)),
+            LocalTensorMode(ranks),
+        ):
             yield
     finally:
         dist.destroy_process_group()

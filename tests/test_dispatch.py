@@ -139,3 +139,10 @@ def test_stock_is_wrong_and_torchhalo_mends_it() -> None:
         except Exception:
             return
         assert wrong.shape != right.shape or not torch.allclose(wrong, right)
+
+
+def test_a_world_knows_nothing_of_those_before() -> None:
+    """An equal mesh of another world is seen from another rank."""
+    for rank, members in ((0, (0, 2)), (3, (1, 3))):
+        with simulated(4) if rank == 0 else dispatch.imagined(4, rank):
+            assert dispatch.members(init_device_mesh("cpu", (2, 2)), [0]) == members

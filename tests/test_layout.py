@@ -12,7 +12,7 @@ import torch
 from harness import Pool, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -117,6 +117,23 @@ def test_sub_mesh_of_simulated_ranks() -> None:
         for name in ("batch", "space"):
             assert check((3, 5), mesh[name], [Shard(1)]) == {(0,): (3, 3), (1,): (3, 2)}
         assert layout((3, 5), mesh["space"], [Shard(1)]).mesh_shape == (2,)
+
+
+def test_a_mesh_in_the_memory_of_a_freed_one() -> None:
+    """Simulated ranks have their coordinates in the mesh that is asked, not in one that was there before."""
+    with simulated(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "space"))
+        ranks = LocalTensor({rank: torch.tensor(rank) for rank in range(4)})
+
+        def on_rank(rank: torch.Tensor, at: int) -> torch.Tensor:
+            assert at == {"batch": rank // 2, "space": rank % 2}[name]
+            return rank
+
+        for name in ("batch", "space"):
+            meshes = [mesh[name] for _ in range(20)]
+            for each in meshes:
+                dispatch.per_rank(on_rank, ranks, *(dispatch.coordinate(each) or ()))
+            del meshes, each
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

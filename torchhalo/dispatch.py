@@ -1105,14 +1105,14 @@ def imagined(ranks: int, rank: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already; call it before `init_process_group`")
+    # They know meshes by equality, and worlds before and after may have an equal one, seen from another rank.
+    forget_stock()
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        # They know meshes by equality, and the next world may have an equal one, seen from another rank.
         forget_stock()
-        _fiber.cache_clear()
 
 
 def shapes_only() -> Any:
@@ -1149,7 +1149,7 @@ def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
 
 def members(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
     """The ranks that differ from this one along ``axes`` only, itself among them, in ascending order."""
-    return _fiber(mesh, tuple(axes))[0]
+    return prepared(mesh, _fiber, tuple(axes))[0]
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -1166,13 +1166,13 @@ def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGr
 
 
 def _fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-    members, places = _fiber(mesh, axes)
+    members, places = prepared(mesh, _fiber, axes)
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
 
 
 def fiber_places(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The second result of `fiber_group`, sooner."""
-    return _fiber(mesh, axes)[1]
+    return prepared(mesh, _fiber, axes)[1]
 
 
 def _process_rank() -> int:
@@ -1181,7 +1181,6 @@ def _process_rank() -> int:
     return dist.group.WORLD.rank()
 
 
-@lru_cache(maxsize=256)
 def _fiber(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     with _disable_current_modes():
         ranks = mesh.mesh
