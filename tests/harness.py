@@ -49,7 +49,7 @@ def simulated(ranks: int) -> Iterator[None]:
     stock, kept = _LocalDeviceMesh.get_coordinate, {}
 
     def coordinate(mesh: DeviceMesh) -> Any:
-        """Keeps the mesh: before torch 2.15 coordinates are cached by its id, and another mesh may get the id of a freed one."""
+        """Keeps the mesh: before torch 2.15 coordinates are cached by its id, which another may get when it is freed."""
         kept[id(mesh)] = mesh
         return stock(mesh)
 

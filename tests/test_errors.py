@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import shard, simulated
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -80,6 +83,36 @@ def test_plain_tensors_and_other_meshes_say_how_to_mend_it(pool) -> None:
     for text, name in ((weight, "weight"), (bias, "bias"), (input, "input")):
         assert f"`{name}`" in text and "plain tensor" in text and "distribute_module" in text
     assert "one device mesh" in mesh
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.pad(x, (8, 8, 0, 0), mode="reflect"),
+        lambda x: F.pad(x, (-9, -9)),
+        lambda x: F.max_pool2d(x, 3, padding=2),
+        lambda x: F.avg_pool2d(x, 3, padding=2),
+        lambda x: torch.cat([x, x[:, :, 1:]]),
+        lambda x: x + x[..., 1:],
+        lambda x: x @ x,
+    ],
+)
+def test_nothing_but_the_error_is_seen(call: Callable[[torch.Tensor], object]) -> None:
+    """Also where DTensor itself finds it out."""
+    log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with simulated(2):
+            x = shard(torch.ones(1, 3, 4, 8), init_device_mesh("cpu", (2,)), [Shard(3)])
+            assert message(partial(call, x))
+        assert not seen
+        with FakeTensorMode():
+            message(lambda: F.max_pool2d(torch.ones(1, 3, 4, 8), 3, padding=2))
+        assert seen, "what others do with fake tensors is logged as ever"
+    finally:
+        log.removeHandler(handler)
 
 
 def check_still_alive() -> None:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -434,6 +436,21 @@ def _check_sync_group(module: torch.nn.SyncBatchNorm, mesh: DeviceMesh) -> None:
         )
 
 
+def _hush_wrong_calls(on: bool) -> None:
+    """Let a wrong call on DTensors show its error alone: fake tensors, which find it out, log their stack as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    (log.addFilter if on else log.removeFilter)(_not_of_dtensors)
+
+
+def _not_of_dtensors(record: logging.LogRecord) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.") or frame.f_code is plain_result.__code__:
+            return False
+        frame = frame.f_back
+    return True
+
+
 # While torch.compile traces, torch takes some ops apart in Python before autograd sees them, into indices that are plain
 # tensors; a DTensor must get past that to its handler.
 _decompositions: dict[Op, dict[Any, Callable[..., Any]]] = {}
@@ -507,6 +524,7 @@ def enable() -> _Enabled:
         _watch_redistribution(True)
         _keep_whole(True)
         _swap_sync_batch_norm(True)
+        _hush_wrong_calls(True)
     return _Enabled(was_enabled)
 
 
@@ -523,6 +541,7 @@ def disable() -> None:
     _watch_redistribution(False)
     _keep_whole(False)
     _swap_sync_batch_norm(False)
+    _hush_wrong_calls(False)
     for op, handler in _replaced.items():
         if handler is None:
             handlers.pop(op, None)
