@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from memory import Memory
 from torch.distributed._local_tensor import (
     LocalTensor,
     LocalTensorMode,
@@ -34,6 +35,7 @@ import torchhalo
 from torchhalo import dispatch, windowed
 
 TIMEOUT = 300
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
 #: The gloo ranks are forked from a process that has imported these and done nothing else: each would take seconds for it.
 PRELOAD = ["hypothesis", "pytest", "torch._inductor.compile_fx", "torch.distributed._local_tensor", "torchhalo"]
 # Compilers that many processes share: no workers for each of them, and no vector code, which takes longest to compile.
@@ -254,8 +256,20 @@ def _joined(tensor: DTensor) -> torch.Tensor:
         return along(0, (), torch.empty(tensor.shape, device="meta"))
 
 
-def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """``distribute_tensor``, also for Partial placements: each summand is then an equal part of the value."""
+def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], memory: Memory | None = None) -> DTensor:
+    """``distribute_tensor``, also for Partial placements: each summand is then an equal part of the value.
+
+    Args:
+        memory: How the shards lie in memory; the tensor is one that lies so.
+    """
+    sharded = _sharded(tensor, mesh, placements)
+    if memory is None:
+        return sharded
+    local = dispatch.per_rank(memory, sharded.to_local())
+    return dispatch.wrap(local, mesh, placements, dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+
+
+def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     mode = local_tensor_mode()
     kept = [Replicate() if isinstance(p, Partial) else p for p in placements]
     if not isinstance(tensor, LocalTensor) and _by_hand(mesh, kept):
@@ -278,6 +292,7 @@ def assert_parity(
     placements: Sequence[Sequence[Placement] | None],
     atol: float = 1e-10,
     needs_grad: Sequence[bool] | None = None,
+    memory: Sequence[Memory] | None = None,
 ) -> DTensor:
     """The sharded ``function`` gives one process's result and gradients, with its shape, strides and dtype.
 
@@ -285,30 +300,38 @@ def assert_parity(
         tensors: Plain arguments, None where there is none.
         placements: One per tensor.
         needs_grad: Which of the tensors get a gradient; all, if not given.
+        memory: How the tensors, and then the gradient of the result, lie in memory. One process gets the same values, but
+            contiguous: of strange strides it makes wrong gradients itself. Then strides are not compared.
 
     Returns:
         The sharded result.
     """
     needs_grad = needs_grad or [True] * len(tensors)
+    *given, grad_memory = memory or [None] * (len(tensors) + 1)
     with maybe_disable_local_tensor_mode():
-        plain = [None if t is None else t.clone().requires_grad_(g) for t, g in zip(tensors, needs_grad, strict=True)]
+        tensors = [t if t is None or m is None else m(t) for t, m in zip(tensors, given, strict=True)]
+        plain = [
+            None if t is None else t.clone(**({} if memory is None else CONTIGUOUS)).requires_grad_(g)
+            for t, g in zip(tensors, needs_grad, strict=True)
+        ]
         expected = function(*plain)
         grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(expected)
+        grad = grad if grad_memory is None else grad_memory(grad)
         if any(needs_grad):
-            expected.backward(grad)
+            expected.backward(grad if grad_memory is None else grad.clone(**CONTIGUOUS))
 
     sharded = [
-        None if t is None else shard(t, mesh, p).detach().requires_grad_(g)
-        for t, p, g in zip(tensors, placements, needs_grad, strict=True)
+        None if t is None else shard(t, mesh, p, m).detach().requires_grad_(g)
+        for t, p, g, m in zip(tensors, placements, needs_grad, given, strict=True)
     ]
     result = function(*sharded)
     assert isinstance(result, DTensor)
     assert result.shape == expected.shape and result.dtype == expected.dtype
-    assert result.stride() == expected.stride(), (result.stride(), expected.stride())
+    assert memory or result.stride() == expected.stride(), (result.stride(), expected.stride())
     torch.testing.assert_close(whole(result), expected.detach(), rtol=0, atol=atol)
     if any(needs_grad):
         kept = [Replicate() if isinstance(p, Partial) else p for p in result.placements]
-        result.backward(shard(grad, mesh, kept))
+        result.backward(shard(grad, mesh, kept, grad_memory))
     for got, want in zip(sharded, plain, strict=True):
         if got is not None and want.requires_grad:
             assert got.grad is not None and got.grad.shape == want.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from memory import memories
+from monai.networks.blocks import SpatialAttentionBlock
 from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,7 +92,9 @@ def test_random_batch_norms(data: st.DataObject) -> None:
             buffers[DTensor if sharded else torch.Tensor] = stats
             return F.batch_norm(x, *stats, w, b, training=training, momentum=0.3, eps=1e-3)
 
-        result = assert_parity(norm, [x, *tensors], devices, [placements, *places], needs_grad=needs_grad)
+        result = assert_parity(
+            norm, [x, *tensors], devices, [placements, *places], needs_grad=needs_grad, memory=data.draw(memories(3))
+        )
         for got, want in zip(buffers[DTensor], buffers[torch.Tensor], strict=True):
             torch.testing.assert_close(whole(got), want, rtol=0, atol=1e-10)
         assert list(result.placements) == [Replicate() if isinstance(p, Partial) else p for p in placements]
@@ -115,7 +120,12 @@ def test_random_group_norms(data: st.DataObject) -> None:
             *(data.draw(st.booleans()) and t is not None for t in tensors),
         ]
         result = assert_parity(
-            lambda x, w, b: F.group_norm(x, groups, w, b), [x, *tensors], devices, [placements, *places], needs_grad=needs_grad
+            lambda x, w, b: F.group_norm(x, groups, w, b),
+            [x, *tensors],
+            devices,
+            [placements, *places],
+            needs_grad=needs_grad,
+            memory=data.draw(memories(3)),
         )
         assert list(result.placements) == [Replicate() if isinstance(p, Partial) else p for p in placements]
 
@@ -145,7 +155,42 @@ def test_random_layer_norms(data: st.DataObject) -> None:
 
         if kind != "layer":
             tensors[1], needs_grad[2] = None, False
-        assert_parity(norm, [x, *tensors], devices, [placements, *places], needs_grad=needs_grad)
+        assert_parity(norm, [x, *tensors], devices, [placements, *places], needs_grad=needs_grad, memory=data.draw(memories(3)))
+
+
+class ChannelsLastNorm(nn.LayerNorm):
+    """Layer norm of the channels of an image, whose output is channels-last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def network_of_norms() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 1), ChannelsLastNorm(4), nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3, padding=1, groups=4))
+
+
+def spatial_attention() -> nn.Module:
+    return SpatialAttentionBlock(2, 32, norm_num_groups=32)
+
+
+@pytest.mark.parametrize("make, shape", [(network_of_norms, (1, 2, 24, 11)), (spatial_attention, (1, 32, 8, 8))])
+@pytest.mark.parametrize("dim", [2, 3])
+def test_views_between_norms(make: Callable[[], nn.Module], shape: tuple[int, ...], dim: int) -> None:
+    """Permuted tokens, flattened images and expanded statistics give the norms strides that nobody would choose.
+
+    The kernel that sums up for the norms was given them, was wrong by 0.13, or read beyond its tensors' ends.
+    """
+    with simulated(2):
+        with maybe_disable_local_tensor_mode():
+            torch.manual_seed(0)
+            model = make().to(DEVICE).double()
+        names = [name for name, _ in model.named_parameters()]
+
+        def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), x)
+
+        tensors = [random(*shape), *(parameter.detach() for parameter in model.parameters())]
+        assert_parity(call, tensors, init_device_mesh(DEVICE, (2,)), [[Shard(dim)], *[[Replicate()]] * len(names)])
 
 
 class Net(nn.Module):

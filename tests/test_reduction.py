@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from harness import DEVICE, assert_parity, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from memory import MEMORIES, Memory, memories
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
+from torchhalo.ops import reduction
 
 Op = Callable[..., torch.Tensor]
 
@@ -107,7 +110,24 @@ def test_random_reductions(data: st.DataObject) -> None:
             x = x.round() if op == "argmax" else x  # ties: the first wins
             x = x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 and data.draw(st.booleans()) else x
         needs_grad = [kind != "whole"]
-        assert_parity(lambda x: function(x, *args), [x], devices, [placements], needs_grad=needs_grad)
+        memory = data.draw(memories(1))
+        assert_parity(lambda x: function(x, *args), [x], devices, [placements], needs_grad=needs_grad, memory=memory)
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 4, 8), (2, 4, 2, 1), (1, 1, 3, 3), (2, 3, 4, 1, 5), (2, 3, 1), (2, 3, 1, 1)])
+def test_sums_of_products_in_any_memory(shape: tuple[int, ...]) -> None:
+    """What the norms sum up, by a kernel that is not made for this, equals the sums, and nothing beyond the tensors is read."""
+    spatial = list(range(2, len(shape)))
+    for first, second in itertools.product(MEMORIES.values(), repeat=2):
+        x, y = first(random(*shape)), second(random(*shape, seed=1))
+        for dims, rows in ((spatial, shape[0]), ([0, *spatial], 1)):
+            centers = random(rows, shape[1], *[1] * len(spatial), seed=2)
+            for center in (None, centers, Memory(repeated=(0, 1))(centers)):
+                found = reduction.products(x, y, center, dims)
+                a, b = (t.clone(memory_format=torch.contiguous_format) for t in (x, y))
+                b = b if center is None else b - center
+                expected = torch.stack([a.sum(dims, keepdim=True), (a * b).sum(dims, keepdim=True)])
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_product() -> None:

@@ -207,6 +207,11 @@ def dense(shard: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
     return shard.as_strided(shard.shape, usual)
 
 
+def canonical(tensor: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
+    """``tensor`` in a memory format, with the strides that kernels know it by; a copy only where it is not in that format."""
+    return dense(tensor.contiguous(memory_format=format), format)
+
+
 def croppable(shape: Sequence[int], format: torch.memory_format) -> list[int]:
     """Dims along which a part of a shard is dense in memory, so that a kernel takes it as it is."""
     order = memory_order(format, len(shape)) or tuple(range(len(shape)))
