@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory import any_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,8 +58,7 @@ def test_random_edges(data: st.DataObject) -> None:
     random: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
     x, w = torch.randn(shape, **random), torch.randn(shape[1], 1, *kernel, **random)
     bias = torch.randn(shape[1], **random) if draw(st.booleans()) else None
-    if ndim > 1 and draw(st.booleans()):
-        x = x.contiguous(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[ndim])
+    x, w, bias = (None if tensor is None else draw(any_memory())(tensor) for tensor in (x, w, bias))
     x.requires_grad_()
     y = conv(x, w, bias, **options)
     grad = torch.randn_like(y)
@@ -71,13 +71,17 @@ def test_random_edges(data: st.DataObject) -> None:
     def along(tensor: torch.Tensor, span: Span) -> torch.Tensor:
         return tensor.narrow(dim, span.start, span.size)
 
+    def anyhow(tensor: torch.Tensor) -> torch.Tensor:
+        return draw(any_memory(repeated=False))(tensor)
+
     def check(source: torch.Tensor, target: torch.Tensor, mirrored: bool, bias: torch.Tensor | None) -> tuple[Edge, Halo]:
         held, own = some(source.shape[dim]), some(target.shape[dim])
         before, after = Span(0, held.start), Span(held.stop, source.shape[dim])
         ends = Span(own.start, own.start + 1), Span(own.stop - 1, own.stop)
         edge = Edge(dim, tuple(windows), mirrored, held, before, after, own, ends if own.size > 2 else (own,))
-        halo = Halo(*(along(source, span).contiguous() if span.size else source for span in (before, after)))
-        out, expected = torch.full_like(along(target, own), 7.0), torch.full_like(along(target, own), 7.0)
+        halo = Halo(*(anyhow(along(source, span)) if span.size else source for span in (before, after)))
+        expected = torch.full_like(along(target, own), 7.0)
+        out = anyhow(expected)
         for strip in edge.strips:
             expected.narrow(dim, strip.start - own.start, strip.size).copy_(along(target, strip))
         write_strips(out, along(source, held), halo, w, bias, edge)
@@ -92,7 +96,7 @@ def test_random_edges(data: st.DataObject) -> None:
         along(owned, edge.own).copy_(along(x, edge.own))
         filters = w.clone().requires_grad_()
         (expected,) = torch.autograd.grad(conv(owned.detach(), filters, None, **options), filters, received)
-        found = torch.ones_like(w)
+        found = anyhow(torch.ones_like(w))
         add_pairs(found, along(x.detach(), edge.own), halo, edge)
         torch.testing.assert_close(found - 1, expected, rtol=0, atol=1e-10)
 

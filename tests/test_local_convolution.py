@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory import MEMORIES, any_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchhalo import local_convolution
@@ -31,19 +32,19 @@ def test_random_convolutions() -> None:
         sizes = [draw(st.integers(8, 40 if ndim == 2 else 24)) for _ in range(ndim)]
         x, w = torch.randn(batch, channels, *sizes), torch.randn(filters, channels // groups, *[kernel] * ndim)
         b = torch.randn(filters) if draw(st.booleans()) else None
-        if draw(st.booleans()):
-            x = x.contiguous(memory_format=torch.channels_last if ndim == 2 else torch.channels_last_3d)
+        x, w, b = (None if tensor is None else draw(any_memory())(tensor) for tensor in (x, w, b))
         call: tuple[Any, ...] = [stride] * ndim, [kernel // 2] * ndim, [dilation] * ndim, False, [0] * ndim, groups
         slow = local_convolution._slow(x, w, call)
         taken[slow] += 1
         if slow:
             assert "Slow" in str(torch._C._select_conv_backend(x, w, b, *call))
+        # other dtypes are copies, and dense
         expected = aten.convolution(x.double(), w.double(), None if b is None else b.double(), *call)
         found = local_convolution.forward(x, w, b, call)
         # 4 * 4 * 4 * 16 products of size one: their sum is rounded to 24 bits.
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
         grad, mask = (
-            torch.randn_like(found),
+            draw(any_memory())(torch.randn_like(found)),
             draw(st.sampled_from([[True, True, True], [True, False, False], [False, True, False]])),
         )
         wide = aten.convolution_backward(grad.double(), x.double(), w.double(), [filters], *call, mask)
@@ -55,6 +56,17 @@ def test_random_convolutions() -> None:
 
     check()
     assert min(taken[True], taken[False]) > 10, taken
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_parameters_in_any_memory(name: str) -> None:
+    """oneDNN reads a bias as if it were dense."""
+    x, memory = torch.randn(1, 8, 8, 12, 12), MEMORIES[name]
+    w, b = memory(torch.randn(8, 8, 3, 3, 3)), memory(torch.randn(8))
+    call: tuple[Any, ...] = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
+    assert local_convolution._slow(x, w, call)
+    expected = aten.convolution(x.double(), w.double(), b.double(), *call)
+    torch.testing.assert_close(local_convolution.forward(x, w, b, call).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("channels, depth, faster", [(16, 12, True), (16, 27, False), (2, 12, False)])

@@ -109,7 +109,7 @@ def write_strips(
             held,
             after,
             filters,
-            out if bias is None else bias,
+            out if bias is None else bias.contiguous(),  # the kernel knows the strides of all others
             into.stride(),
             (before.stride(), held.stride(), after.stride()),
             filters.stride(),

@@ -33,6 +33,8 @@ def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     if _slow(input, weight, call):
         stride, padding, dilation, _, _, groups = call
+        # `aten.convolution` would make these dense; oneDNN reads beyond the end of a bias that is sliced or expanded.
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         return aten.mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
     return aten.convolution(input, weight, bias, *call)
 

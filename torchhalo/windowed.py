@@ -90,8 +90,11 @@ class Source:
             if all(shard.shape[outer] == 1 for outer in order[: order.index(dim)]):
                 # The regions lie one behind another in memory too: one launch puts them there.
                 parts = [part_of(shard, self.pieces(), part) for _, line in lines for part in line]
-                shape[0] = len(recipes)
-                return torch.cat(parts, dim).as_strided(shape, strides(shape, self._format))
+                line = [len(recipes) * size if d == dim else size for d, size in enumerate(shape)]
+                # Into memory of ours: left to itself, torch looks at the strides of the parts to choose a memory format.
+                out = empty(shard, [len(recipes), *shape[1:]])
+                torch.cat(parts, dim, out=out.as_strided(line, strides(line, self._format)))
+                return out
         out = empty(shard, [len(recipes) * shape[0], *shape[1:]])
         for each, part in zip(recipes, out.chunk(len(recipes)), strict=True):
             assemble(shard, self.pieces() if each.landed else (), dims, each, self._fill, part)
