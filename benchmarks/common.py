@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchhalo
-from torchhalo import dispatch, launch
+from torchhalo.tools import launch
+from torchhalo.torch_internals import collectives
 
 Heap = Callable[[], AbstractContextManager[None]]
 Call = Callable[[], Any]
@@ -169,7 +170,7 @@ def middle_rank(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
     }
     dist.init_process_group("fake", rank=1, world_size=ranks)
     try:
-        with mock.patch.multiple(dispatch, **given):
+        with mock.patch.multiple(collectives, **given):
             yield init_device_mesh(device, (ranks,))
     finally:
         torchhalo.disable()

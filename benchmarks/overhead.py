@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchhalo
 from benchmarks import common
 from benchmarks.common import Call, Column, Record, Row, host_seconds, key, middle_rank, say
-from torchhalo.layout import layout
+from torchhalo.exchange.layout import layout
 
 CHANNELS, SIZE = 4, 8  # of a shard; a square
 

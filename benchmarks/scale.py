@@ -19,10 +19,9 @@ import torch
 from benchmarks import common
 from benchmarks.common import MIB, Column, Record, Row, key
 from benchmarks.unet_model import Layer, Shape, UNet, layers
-from torchhalo.exchange import Exchange
+from torchhalo.exchange.layout import Layout
+from torchhalo.exchange.plan import Exchange, exchange_between
 from torchhalo.geometry import Mirror, Window
-from torchhalo.layout import Layout
-from torchhalo.windowed import exchange_between
 
 RANKS = [2**power for power in range(1, 13)]
 SHAPES = {"2d": Shape(2, 512, 32, 4), "3d": Shape(3, 96, 32, 4)}  # of a shard

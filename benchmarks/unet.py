@@ -27,8 +27,8 @@ import torchhalo
 from benchmarks import common, unet_others
 from benchmarks.common import MIB, Column, Heap, Record, Row, generous_heap, key, say, usual_heap
 from benchmarks.unet_model import Shape, UNet, layers, least_elements
-from torchhalo import launch
-from torchhalo.exchange import counted
+from torchhalo.exchange.transfer import counted
+from torchhalo.tools import launch
 
 WARM_UP = 2
 HEAPS: dict[str, Heap] = {"usual": usual_heap, "kept": generous_heap}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_module
 
 from benchmarks.common import MIB, Heap, Row, say
 from benchmarks.unet_model import Shape, UNet
-from torchhalo import launch
+from torchhalo.tools import launch
 
 
 def measure(shape: Shape, ranks: Sequence[int], rounds: int, steps: int, heap: Heap) -> Iterator[Row]:

@@ -6,7 +6,7 @@ import importlib
 from itertools import groupby
 from pathlib import Path
 
-from torchhalo import dispatch
+from torchhalo.torch_internals import handlers
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -25,7 +25,7 @@ Where an op has an `out=` variant, that is handled too. Made by `python docs/ops
 def page() -> str:
     """The text of the page."""
     parts = [HEAD]
-    entries = sorted(dispatch.registry(), key=lambda entry: entry.family)
+    entries = sorted(handlers.registry(), key=lambda entry: entry.family)
     for family, members in groupby(entries, key=lambda entry: entry.family):
         summary = (importlib.import_module(f"torchhalo.ops.{family}").__doc__ or "").splitlines()[0]
         parts.append(

@@ -19,9 +19,9 @@ from torch import nn
 
 import torchhalo
 from models.zoo import ZOO, Model
-from torchhalo.check import Report, check
-from torchhalo.explain import explain, readable
-from torchhalo.observe import Uncast
+from torchhalo.tools.check import Report, check
+from torchhalo.tools.explain import explain, readable
+from torchhalo.tools.observe import Uncast
 
 
 class Config(NamedTuple):

@@ -32,7 +32,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhalo
-from torchhalo import dispatch, windowed
+from torchhalo.exchange import parts
+from torchhalo.torch_internals import dtensors, simulation
 
 TIMEOUT = 300
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
@@ -42,7 +43,7 @@ PRELOAD = ["hypothesis", "pytest", "torch._inductor.compile_fx", "torch.distribu
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")  # of the simulated ranks; the gloo ones are on the CPU
 if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that can be, 0 never; else by size
-    windowed.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
+    parts.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
 
 
 @contextlib.contextmanager
@@ -237,7 +238,7 @@ def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
             }
         # contiguous, as those of `distribute_tensor` are
         shards = {rank: places[at].clone(memory_format=torch.contiguous_format) for at, rank in _ranks(mesh).items()}
-    return dispatch.wrap(LocalTensor(shards), mesh, placements, dispatch.Meta(tensor.shape, tensor.stride(), tensor.dtype))
+    return dtensors.wrap(LocalTensor(shards), mesh, placements, dtensors.Meta(tensor.shape, tensor.stride(), tensor.dtype))
 
 
 def _joined(tensor: DTensor) -> torch.Tensor:
@@ -265,8 +266,8 @@ def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     sharded = _sharded(tensor, mesh, placements)
     if memory is None:
         return sharded
-    local = dispatch.per_rank(memory, sharded.to_local())
-    return dispatch.wrap(local, mesh, placements, dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    local = simulation.per_rank(memory, sharded.to_local())
+    return dtensors.wrap(local, mesh, placements, dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -18,7 +18,7 @@ import torch
 from test_readme import printed
 
 import torchhalo
-from torchhalo import cli, demo
+from torchhalo.tools import cli, demo
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -93,7 +93,7 @@ def test_examples_in_the_docstrings() -> None:
 
 
 def test_blocks_of_training_are_run_by_other_tests() -> None:
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     heading, unknown = "", []
     for line in PAGES["training"].splitlines():
         heading = line.lstrip("# ") if line.startswith("#") else heading

@@ -15,9 +15,9 @@ import torchhalo
 from models.__main__ import CONFIGS, Result, page, told
 from models.nets import StochasticDepth
 from models.zoo import ZOO, Model
-from torchhalo import gathers
-from torchhalo.check import Report
-from torchhalo.exchange import counted
+from torchhalo.exchange import gathers
+from torchhalo.exchange.transfer import counted
+from torchhalo.tools.check import Report
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 OWN = [name for name, model in ZOO.items() if model.library == "models"]

@@ -1,16 +1,16 @@
 """Sharded in space, right as one device: PyTorch DTensor with the ops of convolution networks exact."""
 
 from torchhalo import ops as ops
-from torchhalo.arrays import shard, store
-from torchhalo.check import check
-from torchhalo.checkpoint import Checkpoints
-from torchhalo.dispatch import disable, enable, enabled
-from torchhalo.explain import explain
-from torchhalo.gathers import GatherError, GatherWarning, strict
+from torchhalo.exchange.gathers import GatherError, GatherWarning, strict
 from torchhalo.ops.randomness import torch_random
-from torchhalo.parallel import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
-from torchhalo.plain import plain_as_replicated
-from torchhalo.start import materialize
+from torchhalo.parallel.arrays import shard, store
+from torchhalo.parallel.checkpoint import Checkpoints
+from torchhalo.parallel.parallelize import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
+from torchhalo.parallel.plain import plain_as_replicated
+from torchhalo.parallel.start import materialize
+from torchhalo.tools.check import check
+from torchhalo.tools.explain import explain
+from torchhalo.torch_internals.switch import disable, enable, enabled
 
 __all__ = [
     "Checkpoints",

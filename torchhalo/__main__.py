@@ -2,7 +2,7 @@
 
 import sys
 
-from torchhalo.cli import main
+from torchhalo.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo import dispatch
-from torchhalo.addressed import moved
+from torchhalo.exchange.addressed import moved
+from torchhalo.exchange.memory import memory_format
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import adjoint, forward
 from torchhalo.geometry import Intervals, Span
 from torchhalo.ops.pooling import as_pooled, divided, let_torch_object, nothing, spatial, summed, to_maxima, unread
-from torchhalo.windowed import Here, adjoint, forward, memory_format
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers
 
 aten = torch.ops.aten
 
@@ -75,7 +77,7 @@ def _bins(input: DTensor, output: Sequence[int], ndim: int) -> dict[int, Bins]:
 
 
 def _widened(
-    region: torch.Tensor, here: Here, bins: Mapping[int, Bins], repeat: bool
+    region: torch.Tensor, here: Task, bins: Mapping[int, Bins], repeat: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The region with all bins of a dim equally wide and one after another: up to two elements per bin more.
 
@@ -96,18 +98,18 @@ def _widened(
     return region, coordinates
 
 
-@dispatch.register(
+@handlers.register(
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, traffic="the part of the bins on other ranks"
 )
-def adaptive_avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def adaptive_avg_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._adaptive_avg_pool2d`` and its like."""
     input, output_size = args
     let_torch_object(op, input)
-    (result,) = dispatch.plain_result(op, input, output_size)
+    (result,) = fake_tensors.plain_result(op, input, output_size)
     ndim = spatial(op)
     bins = _bins(input, result.shape, ndim)
 
-    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
         if not region.numel() or 0 in here.outputs.shape:
             return region.new_empty(here.outputs.shape)
         wide, _ = _widened(region.to(summed(region.dtype)), here, bins, repeat=False)
@@ -118,20 +120,20 @@ def adaptive_avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
     return forward(kernel, input, bins, [result])[0]
 
 
-@dispatch.register(
+@handlers.register(
     aten._adaptive_avg_pool2d_backward.default,
     aten._adaptive_avg_pool3d_backward.default,
     traffic="the gradient of the part of the bins on other ranks",
 )
-def adaptive_avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def adaptive_avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._adaptive_avg_pool2d_backward`` and its like: the steps of the forward op backwards."""
-    grad, input = dispatch.as_dtensors(str(op), grad_output=args[0], self=args[1])
-    (result,) = dispatch.plain_result(op, grad, input)
+    grad, input = dtensors.as_dtensors(str(op), grad_output=args[0], self=args[1])
+    (result,) = fake_tensors.plain_result(op, grad, input)
     ndim = spatial(op)
     bins = _bins(input, grad.shape, ndim)
     format = memory_format(result.shape, result.stride)
 
-    def kernel(grad: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(grad: torch.Tensor, here: Task) -> torch.Tensor:
         held = {dim: here.held(dim) for dim in bins}
         if not grad.numel():
             return nothing(grad, list(held.values()))
@@ -150,23 +152,23 @@ def adaptive_avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: d
     return adjoint(kernel, as_pooled(grad, input), bins, result)
 
 
-def _sizes_of(bins: Mapping[int, Bins], here: Here, device: torch.device) -> dict[int, torch.Tensor]:
+def _sizes_of(bins: Mapping[int, Bins], here: Task, device: torch.device) -> dict[int, torch.Tensor]:
     return {dim: each.counts(here.outputs.spans[dim], device) for dim, each in bins.items()}
 
 
-@dispatch.register(
+@handlers.register(
     aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, traffic="the part of the bins on other ranks"
 )
-def adaptive_max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def adaptive_max_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.adaptive_max_pool2d`` and its like; the indices are those into the whole tensor."""
     input, output_size = args
     let_torch_object(op, input)
-    results = dispatch.plain_result(op, input, output_size)
+    results = fake_tensors.plain_result(op, input, output_size)
     ndim = spatial(op)
     bins = _bins(input, results[0].shape, ndim)
     sizes = [input.shape[dim] for dim in bins]
 
-    def kernel(region: torch.Tensor, here: Here) -> tuple[torch.Tensor, ...]:
+    def kernel(region: torch.Tensor, here: Task) -> tuple[torch.Tensor, ...]:
         if not region.numel() or 0 in here.outputs.shape:
             return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
         wide, coordinates = _widened(region, here, bins, repeat=True)
@@ -177,14 +179,14 @@ def adaptive_max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
     return forward(kernel, input, bins, results)
 
 
-@dispatch.register(
+@handlers.register(
     aten.adaptive_max_pool2d_backward.default,
     aten.adaptive_max_pool3d_backward.default,
     traffic="the gradient of the part of the bins on other ranks",
 )
-def adaptive_max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def adaptive_max_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.adaptive_max_pool2d_backward`` and its like."""
-    grad, input, indices = dispatch.as_dtensors(str(op), grad_output=args[0], self=args[1], indices=args[2])
-    (result,) = dispatch.plain_result(op, grad, input, indices)
+    grad, input, indices = dtensors.as_dtensors(str(op), grad_output=args[0], self=args[1], indices=args[2])
+    (result,) = fake_tensors.plain_result(op, grad, input, indices)
     bins = _bins(input, grad.shape, spatial(op))
     return to_maxima(as_pooled(grad, input), as_pooled(indices, input), bins, result)

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.exchange import anchor
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import strides
+from torchhalo.exchange.relayout import gathered, padded, replaced, scattered
 from torchhalo.geometry import Span
-from torchhalo.layout import layout
-from torchhalo.relayout import gathered, padded, replaced, scattered
-from torchhalo.windowed import strides
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -48,18 +48,18 @@ def _roles(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
 class _Attention:
     """An attention op and its arguments, put where each rank can compute its part."""
 
-    def __init__(self, op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]):
         names = [argument.name for argument in op._schema.arguments]
-        self.given = dict(zip(names, dispatch.bound(op, args, kwargs), strict=True))
+        self.given = dict(zip(names, handlers.bind(op, args, kwargs), strict=True))
         self.masked = next((name for name in ("attn_mask", "attn_bias") if name in self.given), None)
         given = {name: self.given[name] for name in ("query", "key", "value")}
         if self.masked and self.given[self.masked] is not None:
             given[self.masked] = self.given[self.masked]
-        found = dict(zip(given, dispatch.as_dtensors("scaled_dot_product_attention", **given), strict=True))
+        found = dict(zip(given, dtensors.as_dtensors("scaled_dot_product_attention", **given), strict=True))
         self.given |= found
         query, key, value = found["query"], found["key"], found["value"]
         self.mesh = query.device_mesh
-        self.takes_part = dispatch.coordinate(self.mesh) is not None
+        self.takes_part = process_groups.coordinate(self.mesh) is not None
         self.roles = _roles(query, key, value)
         self._check_dropout()
         self.query = replaced(query, self.roles)
@@ -97,7 +97,7 @@ class _Attention:
     def run(self, kernel: Any, *others: torch.Tensor) -> Any:
         """Call ``kernel`` on each rank with its span of queries, the local arguments by name, and ``others``."""
         key, value = gathered((self.key, self.value), TOKENS, self.axes)
-        mask = None if self.mask is None else dispatch.local(self.mask)
+        mask = None if self.mask is None else dtensors.local(self.mask)
 
         def on_rank(
             query: torch.Tensor,
@@ -115,7 +115,9 @@ class _Attention:
                 local |= self._look_back(mine, query, key, value)
             return kernel(mine, local, *others)
 
-        return dispatch.per_rank(on_rank, dispatch.local(self.query), key, value, mask, others, dispatch.coordinate(self.mesh))
+        return simulation.per_rank(
+            on_rank, dtensors.local(self.query), key, value, mask, others, process_groups.coordinate(self.mesh)
+        )
 
     def _look_back(self, mine: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
         """The arguments with which queries ``mine`` of a causal attention see the keys up to their own place and no others."""
@@ -137,14 +139,14 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return torch.constant_pad_nd(mask, [0, -mask.shape[-1] % 16])[..., : mask.shape[-1]]
 
 
-def _call(op: dispatch.Op, given: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
+def _call(op: handlers.Op, given: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
     """``op``, or a function with its schema, with arguments by name, some of which the schema wants by place."""
     named = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     by_place = (value for name, value in given.items() if name not in named)
     return (function or op)(*by_place, **{name: given[name] for name in named})
 
 
-@dispatch.register(
+@handlers.register(
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -153,17 +155,17 @@ def _call(op: dispatch.Op, given: dict[str, Any], function: Callable[..., Any] |
     traffic="keys and values, filled up to shards of one size",
     limits=LIMITS,
 )
-def attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Handler of the fused kernels of `F.scaled_dot_product_attention`."""
     this = _Attention(op, args, kwargs)
-    metas = list(_call(op, this.given, partial(dispatch.plain_result, op)))
+    metas = list(_call(op, this.given, partial(fake_tensors.plain_result, op)))
     # torch 2.11's fake tensors have another dtype here than the kernels
     metas[1] = metas[1]._replace(dtype=torch.promote_types(this.query.dtype, torch.float32))
     tokens = int(this.query.shape[TOKENS])
     if metas[1].shape[TOKENS] > tokens:  # this kernel fills up its logsumexp, and does so on each rank
         shape = (*metas[1].shape[:TOKENS], tokens)
-        metas[1] = dispatch.Meta(shape, strides(shape, torch.contiguous_format), metas[1].dtype)
-    kept = [index for index, meta in enumerate(metas) if isinstance(meta, dispatch.Meta)]  # others are numbers, or nothing
+        metas[1] = dtensors.Meta(shape, strides(shape, torch.contiguous_format), metas[1].dtype)
+    kept = [index for index, meta in enumerate(metas) if isinstance(meta, dtensors.Meta)]  # others are numbers, or nothing
 
     def kernel(mine: Span, local: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         query, key, value = (local[name] for name in ("query", "key", "value"))
@@ -173,19 +175,19 @@ def attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         else:
             shapes = [*query.shape[:3], value.shape[3]], [*query.shape[:3], *metas[1].shape[3:]]
             out, sums = (query.new_zeros(shape, dtype=meta.dtype) for shape, meta in zip(shapes, metas, strict=False))
-            found = [anchor(out, key), *[None] * (len(metas) - 1)]
+            found = [depend_on(out, key), *[None] * (len(metas) - 1)]
             sums = sums if metas[1].shape[TOKENS] else sums.narrow(TOKENS, 0, 0)
         rest = (query.new_zeros(metas[i].shape, dtype=metas[i].dtype) if found[i] is None else found[i] for i in kept[2:])
         return found[0], sums, *rest
 
-    found = this.run(kernel) if this.takes_part else [dispatch.local(this.query).new_empty(0)] * len(kept)
+    found = this.run(kernel) if this.takes_part else [dtensors.local(this.query).new_empty(0)] * len(kept)
     for index, shard in zip(kept, found, strict=True):
         placements = this.roles if index < 2 else [Replicate()] * this.mesh.ndim
-        metas[index] = dispatch.wrap(shard, this.mesh, placements, metas[index])
+        metas[index] = dtensors.wrap(shard, this.mesh, placements, metas[index])
     return tuple(metas)
 
 
-@dispatch.register(
+@handlers.register(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
@@ -194,7 +196,7 @@ def attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     traffic="keys and values again, and their gradients, filled up to shards of one size",
     limits=LIMITS,
 )
-def attention_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Handler of their gradients."""
     this = _Attention(op, args, kwargs)
     grad_name = next(iter(this.given))
@@ -204,7 +206,7 @@ def attention_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
 
     def kernel(mine: Span, local: dict[str, Any], *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         local |= dict(zip(saved, shards, strict=True))
-        local = {name: dispatch.local(v) if isinstance(v, DTensor) else v for name, v in local.items()}
+        local = {name: dtensors.local(v) if isinstance(v, DTensor) else v for name, v in local.items()}
         query, key, value = (local[name] for name in ("query", "key", "value"))
         sums = local["logsumexp"]
         if op is EFFICIENT_BACKWARD:  # as its forward kernel fills it up
@@ -217,18 +219,18 @@ def attention_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
             grads = list(_call(op, local))
         else:
             mask = [local["attn_bias"]] if biased else []
-            grads = [anchor(torch.zeros_like(t), key) for t in (query, key, value, *mask)]
+            grads = [depend_on(torch.zeros_like(t), key) for t in (query, key, value, *mask)]
         every = this.key.shape[TOKENS]
         grads[1:3] = (padded(grad, TOKENS, every) for grad in grads[1:3])
         return tuple(grads[: 3 + biased])
 
     tensors = [t for t in (this.query, this.key, this.value, this.mask) if t is not None][: 3 + biased]
     if this.takes_part:
-        query, key, value, *mask = this.run(kernel, *(dispatch.local(t) for t in saved.values()))
+        query, key, value, *mask = this.run(kernel, *(dtensors.local(t) for t in saved.values()))
         key, value = scattered((key, value), (this.key, this.value), TOKENS, this.axes)
         found = [query, key, value, *mask]
     else:
-        found = [dispatch.local(this.query).new_empty(0)] * len(tensors)
+        found = [dtensors.local(this.query).new_empty(0)] * len(tensors)
     grads: list[DTensor | None] = []
     for shard, tensor in zip(found, tensors, strict=True):
         shape = tuple(tensor.shape)
@@ -236,13 +238,13 @@ def attention_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
         placements = [
             Partial() if p == Replicate() != role else p for p, role in zip(tensor.placements, this.roles, strict=True)
         ]
-        meta = dispatch.Meta(shape, strides(shape, torch.contiguous_format), tensor.dtype)
-        grads.append(dispatch.wrap(shard, this.mesh, placements, meta))
+        meta = dtensors.Meta(shape, strides(shape, torch.contiguous_format), tensor.dtype)
+        grads.append(dtensors.wrap(shard, this.mesh, placements, meta))
     grads += [None] * (len(wanted) - len(grads))
     return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
@@ -252,14 +254,14 @@ dispatch.register_composites(
 )
 
 
-@dispatch.register(
+@handlers.register(
     aten.bmm.default,
     aten.baddbmm.default,
     traffic="nothing, but the second factor where both are cut and the first along its rows, and partial sums that meet a "
     "factor that is cut",
     limits="other placements that do not fit are DTensor's own affair",
 )
-def bmm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def bmm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.bmm``: rows stay, as those of the queries of an attention that is written out."""
     *rest, first, second = args
     if isinstance(first, DTensor) and isinstance(second, DTensor) and first.device_mesh == second.device_mesh:
@@ -269,46 +271,46 @@ def bmm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             cut = [axis for axis, p in enumerate(second.placements) if p == Shard(dim)]
             if cut and all(first.placements[axis] == Shard(1) for axis in cut):
                 second = _made_whole(second, dim, cut)
-    return dispatch.stock(op, (*rest, first, second), kwargs)
+    return handlers.stock(op, (*rest, first, second), kwargs)
 
 
 def _added_up(tensor: DTensor, other: DTensor) -> DTensor:
     """``tensor`` without partial sums, if ``other`` is cut: such as keys times values of a linear attention, which are few."""
-    return dispatch.reduced(tensor) if any(isinstance(p, Shard) for p in other.placements) else tensor
+    return redistribution.reduce_partial(tensor) if any(isinstance(p, Shard) for p in other.placements) else tensor
 
 
 def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
     placements = [Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements)]
-    takes_part = dispatch.coordinate(tensor.device_mesh) is not None
-    shard = gathered((tensor,), dim, axes)[0] if takes_part else dispatch.local(tensor)
-    meta = dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return dispatch.wrap(shard, tensor.device_mesh, placements, meta)
+    takes_part = process_groups.coordinate(tensor.device_mesh) is not None
+    shard = gathered((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
+    meta = dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return dtensors.wrap(shard, tensor.device_mesh, placements, meta)
 
 
-@dispatch.register(
+@handlers.register(
     aten.linear.default,
     traffic="nothing if the weight is whole",
     limits="arrives in inference mode only: elsewhere it is a matrix product between two views, and these move tokens that are "
     "cut inside a batch of more than one",
 )
-def linear(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def linear(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.linear``: every token is on its own."""
-    given = dict(zip(("input", "weight", "bias"), dispatch.bound(op, args, kwargs), strict=True))
-    input, weight, bias = dispatch.as_dtensors("linear", **given)
-    (result,) = dispatch.plain_result(op, input, weight, bias)
+    given = dict(zip(("input", "weight", "bias"), handlers.bind(op, args, kwargs), strict=True))
+    input, weight, bias = dtensors.as_dtensors("linear", **given)
+    (result,) = fake_tensors.plain_result(op, input, weight, bias)
     parameters = [t for t in (weight, bias) if t is not None]
     if any(p != Replicate() for t in parameters for p in t.placements) or any(
         p.is_partial() or p == Shard(input.ndim - 1) for p in input.placements
     ):
         return op.decompose(*args, **kwargs)
-    out = op(dispatch.local(input), dispatch.local(weight), None if bias is None else dispatch.local(bias))
-    return dispatch.wrap(out, input.device_mesh, input.placements, result)
+    out = op(dtensors.local(input), dtensors.local(weight), None if bias is None else dtensors.local(bias))
+    return dtensors.wrap(out, input.device_mesh, input.placements, result)
 
 
-@dispatch.register(aten._native_multi_head_attention.default, traffic="that of the attention", limits=LIMITS)
-def multi_head_attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+@handlers.register(aten._native_multi_head_attention.default, traffic="that of the attention", limits=LIMITS)
+def multi_head_attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Handler of what `torch.nn.MultiheadAttention` calls when it has no gradient to give: the same step by step."""
-    query, key, value, size, heads, weight, bias, out_weight, out_bias, mask, wanted, mean, kind = dispatch.bound(
+    query, key, value, size, heads, weight, bias, out_weight, out_bias, mask, wanted, mean, kind = handlers.bind(
         op, args, kwargs
     )
     if mask is not None and kind == 2:  # for every head of every sample
@@ -336,11 +338,11 @@ def multi_head_attention(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
     return out.transpose(0, 1), weights
 
 
-@dispatch.register(aten._transformer_encoder_layer_fwd.default, traffic="that of the attention", limits=LIMITS)
-def encoder_layer(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten._transformer_encoder_layer_fwd.default, traffic="that of the attention", limits=LIMITS)
+def encoder_layer(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of what `torch.nn.TransformerEncoderLayer` calls when it has no gradient to give: the same step by step."""
-    source, size, heads, *attention, gelu, norm_first, eps = dispatch.bound(op, args, kwargs)[:10]
-    scale_1, shift_1, scale_2, shift_2, up, up_bias, down, down_bias, mask, kind = dispatch.bound(op, args, kwargs)[10:]
+    source, size, heads, *attention, gelu, norm_first, eps = handlers.bind(op, args, kwargs)[:10]
+    scale_1, shift_1, scale_2, shift_2, up, up_bias, down, down_bias, mask, kind = handlers.bind(op, args, kwargs)[10:]
 
     def mix(x: torch.Tensor) -> torch.Tensor:
         return aten._native_multi_head_attention.default(x, x, x, size, heads, *attention, mask, False, True, kind)[0]

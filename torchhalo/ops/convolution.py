@@ -18,24 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import depthwise, dispatch, local_convolution
-from torchhalo.exchange import Exchange, Index, Plan, Recipe, anchor, index, recipe
+from torchhalo.exchange.assembly import recipe
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import croppable, dense, laid_out, memory_format, strides
+from torchhalo.exchange.parts import edges, forced_parts, worthwhile
+from torchhalo.exchange.plan import Exchange, Index, Plan, Recipe, exchange_between, index
+from torchhalo.exchange.source import Source, run, stacked_view
 from torchhalo.geometry import Box, Mirror, Span, Window, crop, overhang
-from torchhalo.layout import layout
-from torchhalo.windowed import (
-    Source,
-    croppable,
-    dense,
-    edges,
-    exchange_between,
-    forced_parts,
-    laid_out,
-    memory_format,
-    run,
-    stacked_view,
-    strides,
-    worthwhile,
-)
+from torchhalo.kernels import depthwise, local_convolution
+from torchhalo.torch_internals import caching, dtensors, fake_tensors, handlers, process_groups, redistribution, streams
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -335,14 +327,14 @@ class _Program:
         mesh: DeviceMesh,
         backward: bool,
         in_parts: bool | None,
-        input: dispatch.Signature,
-        weight: dispatch.Signature,
-        bias: dispatch.Signature | None,
+        input: dtensors.Signature,
+        weight: dtensors.Signature,
+        bias: dtensors.Signature | None,
         *arguments: Any,
     ) -> None:
         config = _Convolution.of(len(weight.meta.shape) - 2, arguments)
         config.check_output_padding()
-        (self.output,) = dispatch.plain_result(aten.convolution.default, input, weight, bias, *config.spread())
+        (self.output,) = fake_tensors.plain_result(aten.convolution.default, input, weight, bias, *config.spread())
         roles, groups = _roles(input.placements, weight.placements, mesh, config)
         self.input, self.weight, self.bias, self.placements, self.grad_output, *self.grads = zip(*roles, strict=True)
         self.summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
@@ -394,40 +386,40 @@ class _Program:
 
 
 def _program(backward: bool, input: DTensor, weight: DTensor, bias: DTensor | None, *rest: Any) -> _Program:
-    signatures = (None if tensor is None else dispatch.signature(tensor) for tensor in (input, weight, bias))
+    signatures = (None if tensor is None else dtensors.signature(tensor) for tensor in (input, weight, bias))
     arguments = (tuple(map(int, value)) if isinstance(value, (list, tuple)) else value for value in rest)
-    return dispatch.prepared(input.device_mesh, _Program, backward, forced_parts(), *signatures, *arguments)
+    return caching.cached_on_mesh(input.device_mesh, _Program, backward, forced_parts(), *signatures, *arguments)
 
 
 def _name(weight: torch.Tensor, transposed: bool) -> str:
     return f"conv{'_transpose' if transposed else ''}{weight.ndim - 2}d"
 
 
-@dispatch.register(
+@handlers.register(
     aten.convolution.default,
     traffic="the halo of the input",
     limits="groups that do not divide among the ranks that share the channels gather the channels",
 )
-def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.convolution``."""
-    input, weight, bias = dispatch.as_dtensors(_name(args[1], args[6]), input=args[0], weight=args[1], bias=args[2])
+    input, weight, bias = dtensors.as_dtensors(_name(args[1], args[6]), input=args[0], weight=args[1], bias=args[2])
     program = _program(False, input, weight, bias, *args[3:])
     mesh, result = input.device_mesh, program.output
-    if done := dispatch.outside(input, [result], [program.placements]):
+    if done := dtensors.non_member_result(input, [result], [program.placements]):
         return done[0]
-    input = dispatch.redistribute(input, program.input, op)
-    weight = dispatch.redistribute(weight, program.weight)
-    bias = bias if bias is None else dispatch.redistribute(bias, program.bias)
+    input = redistribution.redistribute(input, program.input, op)
+    weight = redistribution.redistribute(weight, program.weight)
+    bias = bias if bias is None else redistribution.redistribute(bias, program.bias)
 
     def kernel(source: Source, coordinate: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = None if any(coordinate[axis] for axis in program.summed) else bias
         whole, bulk, strips, _, edge = program.work(coordinate, source.plan)
         if whole is None:
-            out = anchor(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
+            out = depend_on(source.shard.new_zeros(program.exchange.target.owned(coordinate).shape), source.shard)
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
-        aside = dispatch.Aside(source.shard)
+        aside = streams.SideStream(source.shard)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
         if edge is not None and depthwise.usable(out):
             depthwise.write_strips(out, source.shard, _halo(source, edge), weight, bias, edge)
@@ -438,9 +430,9 @@ def convolution(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             _write(out, group, value)
         return out
 
-    shards = (None if tensor is None else dispatch.local(tensor) for tensor in (weight, bias))
-    out = run(kernel, laid_out(dispatch.local(input), input), program.exchange, mesh, *shards, format=program.source_format)
-    return dispatch.wrap(laid_out(out, result), mesh, program.placements, result)
+    shards = (None if tensor is None else dtensors.local(tensor) for tensor in (weight, bias))
+    out = run(kernel, laid_out(dtensors.local(input), input), program.exchange, mesh, *shards, format=program.source_format)
+    return dtensors.wrap(laid_out(out, result), mesh, program.placements, result)
 
 
 def _stacked(source: Source, group: Sequence[_Part]) -> torch.Tensor:
@@ -461,31 +453,31 @@ def _write(out: torch.Tensor, group: Sequence[_Part], values: torch.Tensor) -> N
         out[part.cut].copy_(value)
 
 
-@dispatch.register(aten.convolution_backward.default, traffic="the halo of the gradient of the output")
-def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
+@handlers.register(aten.convolution_backward.default, traffic="the halo of the gradient of the output")
+def convolution_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.convolution_backward``."""
     bias_sizes, *parameters, mask = args[3:]
     name = f"{_name(args[2], parameters[3])} backward"
-    grad, input, weight = dispatch.as_dtensors(name, grad_output=args[0], input=args[1], weight=args[2])
+    grad, input, weight = dtensors.as_dtensors(name, grad_output=args[0], input=args[1], weight=args[2])
     program = _program(True, input, weight, None, *parameters)
     mesh = input.device_mesh
     # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
     format = memory_format(program.output.shape, program.output.stride)
     shapes = tuple(input.shape), tuple(weight.shape), tuple(bias_sizes or ())
     formats = format, format, torch.contiguous_format
-    results = [dispatch.Meta(shape, strides(shape, f), input.dtype) for shape, f in zip(shapes, formats, strict=True)]
-    if dispatch.coordinate(mesh) is None:
-        nothing = dispatch.local(input).new_empty(0)
+    results = [dtensors.Meta(shape, strides(shape, f), input.dtype) for shape, f in zip(shapes, formats, strict=True)]
+    if process_groups.coordinate(mesh) is None:
+        nothing = dtensors.local(input).new_empty(0)
         grads: list[torch.Tensor | None] = [nothing if wanted else None for wanted in mask]
     else:
-        grad = dispatch.redistribute(grad, program.grad_output)
+        grad = redistribution.redistribute(grad, program.grad_output)
         grads = _local_gradients(program, grad, input, weight, mask)
     wrapped = [
-        None if shard is None else dispatch.wrap(laid_out(shard, result), mesh, placements, result)
+        None if shard is None else dtensors.wrap(laid_out(shard, result), mesh, placements, result)
         for shard, placements, result in zip(grads, program.grads, results, strict=True)
     ]
     if wrapped[1] is not None:
-        wrapped[1] = dispatch.redistribute(
+        wrapped[1] = redistribution.redistribute(
             wrapped[1], [_returned(*pair) for pair in zip(program.grads[1], weight.placements, strict=True)]
         )
     return tuple(wrapped)
@@ -494,8 +486,8 @@ def convolution_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[st
 def _local_gradients(
     program: _Program, grad: DTensor, input: DTensor, weight: DTensor, mask: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    input = dispatch.redistribute(input, program.input)
-    weight = dispatch.redistribute(weight, program.weight)
+    input = redistribution.redistribute(input, program.input)
+    weight = redistribution.redistribute(weight, program.weight)
 
     def kernel(
         source: Source, coordinate: tuple[int, ...], input: torch.Tensor, weight: torch.Tensor
@@ -520,7 +512,7 @@ def _local_gradients(
         elif bulk is None:
             found = gradients(whole, source.over(whole.recipe))
         else:
-            aside = dispatch.Aside(shard)
+            aside = streams.SideStream(shard)
             found = gradients(bulk, source.held(bulk.recipe))
             if edge is not None and depthwise.usable(shard):
                 halo = _halo(source, edge)
@@ -541,10 +533,10 @@ def _local_gradients(
                 _add_products(found[1], source, input, products, program.config.transposed)
         return wanted_of(found)
 
-    shard = laid_out(dispatch.local(grad), program.output)
+    shard = laid_out(dtensors.local(grad), program.output)
     if not any(mask[:2]):
         return [None, None, _bias_gradient(shard)]
-    tensors = laid_out(dispatch.local(input), input), dispatch.local(weight)
+    tensors = laid_out(dtensors.local(input), input), dtensors.local(weight)
     grads = iter(run(kernel, shard, program.exchange, grad.device_mesh, *tensors, format=program.source_format))
     return [next(grads) if wanted else None for wanted in mask]
 
@@ -595,7 +587,7 @@ def _returned(computed: Placement, owner: Placement) -> Placement:
     return Replicate() if isinstance(computed, Shard) else computed
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.conv1d.default,
     aten.conv1d.padding,

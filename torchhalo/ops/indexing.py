@@ -16,11 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import laid_out, strides
+from torchhalo.exchange.pieces import gather_pieces
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import Region, adjoint, exact, forward, hull
 from torchhalo.geometry import Piece, Pieces, Relation, Span, Window
-from torchhalo.layout import layout
 from torchhalo.ops.inplace import Cut, known
-from torchhalo.windowed import Here, Region, adjoint, exact, forward, gather_pieces, hull, laid_out, strides
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation, stale_views
 
 aten = torch.ops.aten
 
@@ -34,35 +37,35 @@ def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:
     return any(isinstance(p, Shard) and p.dim == dim and mesh.size(axis) > 1 for axis, p in enumerate(placements))
 
 
-def _kept(region: torch.Tensor, here: Here) -> torch.Tensor:
+def _kept(region: torch.Tensor, here: Task) -> torch.Tensor:
     return region
 
 
 def _local_view(
-    input: DTensor, op: dispatch.Op, args: Sequence[Any], result: dispatch.Meta, placements: Sequence[Placement]
+    input: DTensor, op: handlers.Op, args: Sequence[Any], result: dtensors.Meta, placements: Sequence[Placement]
 ) -> DTensor:
     """``op`` of each shard: a view of it, so that what is written to the result is written to ``input``."""
-    mesh, shard = input.device_mesh, dispatch.local(input)
-    inside = dispatch.coordinate(mesh) is not None
-    return dispatch.wrap(op(shard, *args) if inside else shard.new_empty(0), mesh, placements, result)
+    mesh, shard = input.device_mesh, dtensors.local(input)
+    inside = process_groups.coordinate(mesh) is not None
+    return dtensors.wrap(op(shard, *args) if inside else shard.new_empty(0), mesh, placements, result)
 
 
 def _fetched(input: DTensor, relations: dict[int, Relation], shape: Sequence[int], region: Region) -> torch.Tensor:
     """What each rank's part of a result of ``shape`` reads of ``input``, as it is."""
-    meta = dispatch.Meta(tuple(shape), strides(shape, torch.contiguous_format), input.dtype)
-    return dispatch.local(forward(_kept, input, relations, [meta], region=region)[0])
+    meta = dtensors.Meta(tuple(shape), strides(shape, torch.contiguous_format), input.dtype)
+    return dtensors.local(forward(_kept, input, relations, [meta], region=region)[0])
 
 
 # Slices and splits.
 
 
-@dispatch.register(aten.slice.Tensor, traffic="what changes owner", limits=STALE)
-def slice(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.slice.Tensor, traffic="what changes owner", limits=STALE)
+def slice(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.slice``: ``01234567 -> 135`` with start 1, end 6, step 2."""
-    input, dim, start, end, step = dispatch.bound(op, args, kwargs)
+    input, dim, start, end, step = handlers.bind(op, args, kwargs)
     if not known(input):
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, input, dim, start, end, step)
+        return handlers.stock(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, input, dim, start, end, step)
     dim %= input.ndim
     return _sliced(input, dim, _first(start, input.shape[dim]), step, result)
 
@@ -73,23 +76,23 @@ def _first(start: int | None, size: int) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-def _sliced(input: DTensor, dim: int, start: int, step: int, result: dispatch.Meta) -> DTensor:
+def _sliced(input: DTensor, dim: int, start: int, step: int, result: dtensors.Meta) -> DTensor:
     mesh, placements, size = input.device_mesh, input.placements, result.shape[dim]
     if not is_cut(mesh, placements, dim) or size == input.shape[dim]:
         cut = (dim, start, start + size * step, step) if size != input.shape[dim] else (dim,)
         return _local_view(input, aten.slice.Tensor, cut, result, placements)
     (piece,) = forward(_kept, input, {dim: Window(1, stride=step, before=-start)}, [result], region=exact)
-    return dispatch.remember(piece, Cut(input, dim, start, step, size, False), input)
+    return stale_views.set_origin(piece, Cut(input, dim, start, step, size, False), input)
 
 
-@dispatch.register(aten.slice_backward.default, traffic="the same of the gradient, on its way back")
-def slice_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.slice_backward.default, traffic="the same of the gradient, on its way back")
+def slice_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.slice_backward``."""
     grad, sizes, dim, start, end, step = args
-    (result,) = dispatch.plain_result(op, *args)
+    (result,) = fake_tensors.plain_result(op, *args)
     dim %= grad.ndim
 
-    def kernel(shard: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
         if dim in here.dims:
             return shard
         shape = [sizes[d] if d == dim else n for d, n in enumerate(shard.shape)]
@@ -98,7 +101,7 @@ def slice_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     return adjoint(kernel, grad, {dim: Window(1, stride=step, before=-_first(start, sizes[dim]))}, result, region=exact)
 
 
-@dispatch.register(
+@handlers.register(
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unsafe_split.Tensor,
@@ -106,19 +109,19 @@ def slice_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     traffic="what changes owner, one exchange per part",
     limits=STALE,
 )
-def split(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+def split(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """Handler of ``aten.split`` and its kin, of which ``chunk`` and ``tensor_split`` are made."""
-    input, sizes, dim = dispatch.bound(op, args, kwargs)
-    results = dispatch.plain_result(op, input, sizes, dim)
+    input, sizes, dim = handlers.bind(op, args, kwargs)
+    results = fake_tensors.plain_result(op, input, sizes, dim)
     dim %= input.ndim
     starts = accumulate((result.shape[dim] for result in results), initial=0)
     return [_sliced(input, dim, start, 1, result) for start, result in zip(starts, results, strict=False)]
 
 
-@dispatch.register(
+@handlers.register(
     aten.narrow_copy.default, aten.slice_copy.Tensor, aten.select_copy.int, traffic="what changes owner; a slab to all ranks"
 )
-def copied(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def copied(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of views that copy."""
     views = {
         aten.narrow_copy.default: aten.narrow.default,
@@ -128,7 +131,7 @@ def copied(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     return views[op](*args, **kwargs).clone()
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.narrow.default,
     aten.chunk.default,
@@ -160,13 +163,13 @@ def _shifted(placements: Sequence[Placement], dim: int, by: int) -> list[Placeme
     return moved
 
 
-@dispatch.register(aten.select.int, traffic="the slab, to all ranks along the axes that cut the dim", limits=STALE)
-def select(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.select.int, traffic="the slab, to all ranks along the axes that cut the dim", limits=STALE)
+def select(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.select``."""
     input, dim, index = args
     if not known(input):
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, *args)
+        return handlers.stock(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, *args)
     dim, mesh, size = dim % input.ndim, input.device_mesh, input.shape[dim]
     if not -size <= index < size:  # not every release's fake tensors say so
         raise IndexError(f"select(): index {index} out of range for tensor of size {list(input.shape)} at dimension {dim}")
@@ -180,30 +183,30 @@ def select(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     parts = prod(mesh.size(axis) for axis, p in enumerate(input.placements) if p == Shard(dim))
     shape = [parts if d == dim else n for d, n in enumerate(input.shape)]
     slab = _fetched(input, {dim: Pieces((Piece(Span(0, parts), index, 0),))}, shape, exact)
-    slab = slab if dispatch.coordinate(mesh) is None else slab.squeeze(dim)
-    piece = dispatch.wrap(slab, mesh, dispatch.without_partial(placements), result)
-    return dispatch.remember(piece, Cut(input, dim, index, 1, 1, True), input)
+    slab = slab if process_groups.coordinate(mesh) is None else slab.squeeze(dim)
+    piece = dtensors.wrap(slab, mesh, redistribution.reduced_placements(placements), result)
+    return stale_views.set_origin(piece, Cut(input, dim, index, 1, 1, True), input)
 
 
-@dispatch.register(
+@handlers.register(
     aten.select_backward.default,
     traffic="nothing",
     limits="the gradient is cut as the last tensor of that shape was from which anything was selected along a cut dim",
 )
-def select_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def select_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.select_backward``: the rank that owns the element takes it from the gradient."""
     grad, sizes, dim, index = args
     if not known(grad):
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, *args)
-    dim, mesh, grad = dim % len(sizes), grad.device_mesh, dispatch.reduced(grad)
+        return handlers.stock(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, *args)
+    dim, mesh, grad = dim % len(sizes), grad.device_mesh, redistribution.reduce_partial(grad)
     index %= sizes[dim]
     before = _cut_before.get((mesh, tuple(sizes), dim), grad.placements)
     shifted = _shifted(grad.placements, dim, 1)
     placements = [q if p == Replicate() and q == Shard(dim) else p for p, q in zip(shifted, before, strict=True)]
-    here = dispatch.coordinate(mesh)
+    here = process_groups.coordinate(mesh)
     if here is None:
-        return dispatch.wrap(dispatch.local(grad).new_empty(0), mesh, placements, result)
+        return dtensors.wrap(dtensors.local(grad).new_empty(0), mesh, placements, result)
     target = layout(sizes, mesh, placements)
 
     def kernel(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
@@ -213,170 +216,172 @@ def select_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, An
             out.select(dim, index - own.spans[dim].start).copy_(shard)
         return out
 
-    shard = dispatch.per_rank(kernel, dispatch.local(grad), *here)
-    return dispatch.wrap(laid_out(shard, result), mesh, placements, result)
+    shard = simulation.per_rank(kernel, dtensors.local(grad), *here)
+    return dtensors.wrap(laid_out(shard, result), mesh, placements, result)
 
 
-@dispatch.register(
+@handlers.register(
     aten.unbind.int,
     traffic="nothing; along a cut dim, what changes owner when the tensor is cut along its largest other dim instead",
     limits=STALE,
 )
-def unbind(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def unbind(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.unbind``."""
-    input, dim = dispatch.bound(op, args, kwargs)
+    input, dim = handlers.bind(op, args, kwargs)
     if not known(input):
-        return dispatch.stock(op, args, kwargs)
-    results = dispatch.plain_result(op, input, dim)
+        return handlers.stock(op, args, kwargs)
+    results = fake_tensors.plain_result(op, input, dim)
     dim, mesh, moved = dim % input.ndim, input.device_mesh, input
     cut = is_cut(mesh, input.placements, dim)
     if cut:
         free = [d for d in range(input.ndim) if d != dim and Shard(d) not in input.placements]
         other = max(free, key=lambda d: input.shape[d], default=None)
         instead = Replicate() if other is None else Shard(other)
-        moved = dispatch.redistribute(
-            input, [instead if p == Shard(dim) else p for p in dispatch.without_partial(input.placements)], op
+        moved = redistribution.redistribute(
+            input, [instead if p == Shard(dim) else p for p in redistribution.reduced_placements(input.placements)], op
         )
     placements = _shifted(moved.placements, dim, -1)
-    inside = dispatch.coordinate(mesh) is not None
-    shards = dispatch.local(moved).unbind(dim) if inside else [dispatch.local(moved)] * len(results)
-    parts = [dispatch.wrap(shard, mesh, placements, result) for shard, result in zip(shards, results, strict=True)]
+    inside = process_groups.coordinate(mesh) is not None
+    shards = dtensors.local(moved).unbind(dim) if inside else [dtensors.local(moved)] * len(results)
+    parts = [dtensors.wrap(shard, mesh, placements, result) for shard, result in zip(shards, results, strict=True)]
     if cut:
         for index, part in enumerate(parts):
-            dispatch.remember(part, Cut(input, dim, index, 1, 1, True), input)
+            stale_views.set_origin(part, Cut(input, dim, index, 1, 1, True), input)
     return parts
 
 
-@dispatch.register(aten.expand.default, traffic="nothing; of a cut dim of size 1, the slab, to all ranks along it")
-def expand(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.expand.default, traffic="nothing; of a cut dim of size 1, the slab, to all ranks along it")
+def expand(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.expand``: a cut dim of size 1 that grows is cut afterwards too."""
     input, size = args[:2]
     mesh, more = input.device_mesh, len(size) - input.ndim
     grows = [d for d in range(input.ndim) if input.shape[d] == 1 and size[d + more] not in (1, -1)]
     if not known(input) or not any(is_cut(mesh, input.placements, dim) for dim in grows):
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, input, size)
+        return handlers.stock(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, input, size)
     same = {dim: Pieces((Piece(Span(0, size[dim + more]), 0, 0),)) for dim in grows}
     shard = _fetched(input, dict(same), result.shape[more:], exact)
-    placements = [Shard(p.dim + more) if isinstance(p, Shard) else p for p in dispatch.without_partial(input.placements)]
-    here, target = dispatch.coordinate(mesh), layout(result.shape, mesh, placements)
+    placements = [
+        Shard(p.dim + more) if isinstance(p, Shard) else p for p in redistribution.reduced_placements(input.placements)
+    ]
+    here, target = process_groups.coordinate(mesh), layout(result.shape, mesh, placements)
     if here is not None:
-        shard = dispatch.per_rank(lambda slab, *place: slab.expand(target.owned(place).shape), shard, *here)
-    return dispatch.wrap(shard, mesh, placements, result)
+        shard = simulation.per_rank(lambda slab, *place: slab.expand(target.owned(place).shape), shard, *here)
+    return dtensors.wrap(shard, mesh, placements, result)
 
 
 # Joins.
 
 
-def _on_one_mesh(op: dispatch.Op, tensors: Sequence[torch.Tensor]) -> list[DTensor]:
+def _on_one_mesh(op: handlers.Op, tensors: Sequence[torch.Tensor]) -> list[DTensor]:
     """The tensors of a list as DTensors.
 
     A plain one is taken as replicated: autograd makes zeros for the unused parts of a split without asking DTensor, and beside
     DTensors a plain tensor can be nothing else.
     """
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    found = [dispatch.replicated(t, mesh) for t in tensors]
-    return list(dispatch.as_dtensors(op.overloadpacket.__name__, **{f"tensors[{i}]": t for i, t in enumerate(found)}))
+    found = [dtensors.replicated(t, mesh) for t in tensors]
+    return list(dtensors.as_dtensors(op.overloadpacket.__name__, **{f"tensors[{i}]": t for i, t in enumerate(found)}))
 
 
-def _together(op: dispatch.Op, tensors: Sequence[DTensor]) -> list[DTensor]:
+def _together(op: handlers.Op, tensors: Sequence[DTensor]) -> list[DTensor]:
     """The tensors with the same placements: those of the largest one that is sharded."""
     if all(t.placements == tensors[0].placements for t in tensors):
         return list(tensors)
     sharded = [t for t in tensors if any(isinstance(p, Shard) for p in t.placements)]
-    placements = dispatch.without_partial(max(sharded or tensors, key=DTensor.numel).placements)
-    return [dispatch.redistribute(t, placements, op) for t in tensors]
+    placements = redistribution.reduced_placements(max(sharded or tensors, key=DTensor.numel).placements)
+    return [redistribution.redistribute(t, placements, op) for t in tensors]
 
 
-@dispatch.register(
+@handlers.register(
     aten.cat.default,
     traffic="what changes owner, one exchange per tensor; nothing along a dim that is not cut",
     limits="plain tensors in the list are taken as replicated",
 )
-def cat(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def cat(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.cat``."""
-    tensors, dim = dispatch.bound(op, args, kwargs)
+    tensors, dim = handlers.bind(op, args, kwargs)
     tensors = _on_one_mesh(op, tensors)
     if not all(map(known, tensors)):
-        return dispatch.stock(op, (tensors, dim), {})
-    (result,) = dispatch.plain_result(op, tensors, dim)
+        return handlers.stock(op, (tensors, dim), {})
+    (result,) = fake_tensors.plain_result(op, tensors, dim)
     dim, mesh = dim % len(result.shape), tensors[0].device_mesh
-    nothing = dispatch.local(tensors[0]).new_empty(0, dtype=result.dtype)
+    nothing = dtensors.local(tensors[0]).new_empty(0, dtype=result.dtype)
     tensors = _together(op, [t for t in tensors if t.ndim == len(result.shape)])  # torch skips legacy empty ones
     placements = tensors[0].placements
-    if dispatch.coordinate(mesh) is None:
-        return dispatch.wrap(nothing, mesh, placements, result)
-    shards = [dispatch.local(t) for t in tensors]
+    if process_groups.coordinate(mesh) is None:
+        return dtensors.wrap(nothing, mesh, placements, result)
+    shards = [dtensors.local(t) for t in tensors]
     if is_cut(mesh, placements, dim):
-        placements = tuple(dispatch.without_partial(placements))
+        placements = tuple(redistribution.reduced_placements(placements))
         starts = accumulate((t.shape[dim] for t in tensors), initial=0)
         moves = [Window(1, before=start) for start in starts]
         shards = [_fetched(t, {dim: move}, result.shape, hull) for t, move in zip(tensors, moves, strict=False)]
-    return dispatch.wrap(laid_out(torch.cat(shards, dim), result), mesh, placements, result)
+    return dtensors.wrap(laid_out(torch.cat(shards, dim), result), mesh, placements, result)
 
 
-@dispatch.register(aten.stack.default, traffic="nothing", limits="plain tensors in the list are taken as replicated")
-def stack(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.stack.default, traffic="nothing", limits="plain tensors in the list are taken as replicated")
+def stack(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.stack``."""
-    tensors, dim = dispatch.bound(op, args, kwargs)
+    tensors, dim = handlers.bind(op, args, kwargs)
     tensors = _on_one_mesh(op, tensors)
     if not all(map(known, tensors)):
-        return dispatch.stock(op, (tensors, dim), {})
-    (result,) = dispatch.plain_result(op, tensors, dim)
+        return handlers.stock(op, (tensors, dim), {})
+    (result,) = fake_tensors.plain_result(op, tensors, dim)
     dim, tensors, mesh = dim % len(result.shape), _together(op, tensors), tensors[0].device_mesh
     placements = _shifted(tensors[0].placements, dim, 1)
-    shards = [dispatch.local(t) for t in tensors]
-    shard = shards[0] if dispatch.coordinate(mesh) is None else torch.stack(shards, dim)
-    return dispatch.wrap(laid_out(shard, result), mesh, placements, result)
+    shards = [dtensors.local(t) for t in tensors]
+    shard = shards[0] if process_groups.coordinate(mesh) is None else torch.stack(shards, dim)
+    return dtensors.wrap(laid_out(shard, result), mesh, placements, result)
 
 
-@dispatch.register(
+@handlers.register(
     aten.index.Tensor,
     traffic="what DTensor makes of it: nothing along dims that are not cut",
     limits="plain indices are taken as replicated; indices along a cut dim gather",
 )
-def index(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def index(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.index``, ``x[:, [0, 2]]``: DTensor's own, with plain indices."""
     input, indices = args
     mesh = next(t.device_mesh for t in (input, *indices) if isinstance(t, DTensor))
-    found = [None if t is None else dispatch.replicated(t, mesh) for t in indices]
-    return dispatch.stock(op, (input, found), kwargs)
+    found = [None if t is None else dtensors.replicated(t, mesh) for t in indices]
+    return handlers.stock(op, (input, found), kwargs)
 
 
 # What moves elements along their dims.
 
 
-def _moved(input: DTensor, relations: dict[int, Pieces], result: dispatch.Meta) -> DTensor:
+def _moved(input: DTensor, relations: dict[int, Pieces], result: dtensors.Meta) -> DTensor:
     (out,) = forward(lambda r, here: gather_pieces(r, here, relations), input, dict(relations), [result], region=exact)
     return out
 
 
-@dispatch.register(aten.flip.default, traffic="what changes owner")
-def flip(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.flip.default, traffic="what changes owner")
+def flip(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.flip``: ``1234 -> 4321``."""
     input, dims = args
-    (result,) = dispatch.plain_result(op, input, dims)
+    (result,) = fake_tensors.plain_result(op, input, dims)
     sizes = {dim % input.ndim: input.shape[dim] for dim in dims}
     relations = {dim: Pieces((Piece(Span(0, size), size - 1, -1),)) for dim, size in sizes.items()}
     return _moved(input, relations, result)
 
 
-@dispatch.register(aten.rot90.default, traffic="what changes owner")
-def rot90(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.rot90.default, traffic="what changes owner")
+def rot90(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.rot90``, by flips and a transposition."""
-    input, times, (first, second) = dispatch.bound(op, args, kwargs)
-    dispatch.plain_result(op, input, times, [first, second])
+    input, times, (first, second) = handlers.bind(op, args, kwargs)
+    fake_tensors.plain_result(op, input, times, [first, second])
     times %= 4
     if times in (0, 2):
         return aten.flip(input, [first, second]) if times else aten.clone(input)
     return aten.transpose(aten.flip(input, [second if times == 1 else first]), first, second)
 
 
-@dispatch.register(aten.roll.default, traffic="what changes owner")
-def roll(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.roll.default, traffic="what changes owner")
+def roll(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.roll``: ``1234 -> 3412`` with shift 2."""
-    input, shifts, dims = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, input, shifts, dims)
+    input, shifts, dims = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, input, shifts, dims)
     if not dims:
         return _rolled_flat(input, shifts[0] % max(1, input.numel()), input.ndim - 1)
     relations = {}
@@ -402,11 +407,11 @@ def _rolled_flat(input: DTensor, shift: int, dim: int) -> DTensor:
     return aten.cat([over.narrow(dim, size - shift, shift), ahead.narrow(dim, 0, size - shift)], dim)
 
 
-@dispatch.register(aten.repeat.default, traffic="what a rank's part of the result reads and it does not own")
-def repeat(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.repeat.default, traffic="what a rank's part of the result reads and it does not own")
+def repeat(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.repeat``: ``12 -> 121212``."""
     input, repeats = args
-    (result,) = dispatch.plain_result(op, input, repeats)
+    (result,) = fake_tensors.plain_result(op, input, repeats)
     while input.ndim < len(repeats):
         input = input.unsqueeze(0)
     relations = {
@@ -420,15 +425,15 @@ def repeat(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     )[0]
 
 
-@dispatch.register(aten.unfold.default, traffic="the halo of the input", limits=f"in place: not reached; {STALE}")
-def unfold(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.unfold.default, traffic="the halo of the input", limits=f"in place: not reached; {STALE}")
+def unfold(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.unfold``, `Tensor.unfold`: ``1234 -> 12 23 34`` with size 2, step 1."""
     input, dim, size, step = args
-    (result,) = dispatch.plain_result(op, *args)
+    (result,) = fake_tensors.plain_result(op, *args)
     if not input.ndim or not is_cut(input.device_mesh, input.placements, dim % input.ndim):
         return _local_view(input, op, args[1:], result, input.placements)
     dim, mesh = dim % input.ndim, input.device_mesh
-    placements = dispatch.without_partial(input.placements)
+    placements = redistribution.reduced_placements(input.placements)
     region = _fetched(input, {dim: Window(size, step)}, result.shape, hull)
 
     def kernel(region: torch.Tensor) -> torch.Tensor:
@@ -436,35 +441,35 @@ def unfold(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
             return region.unfold(dim, size, step)
         return region.unsqueeze(-1).expand(*region.shape, size)
 
-    inside = dispatch.coordinate(mesh) is not None
-    return dispatch.wrap(dispatch.per_rank(kernel, region) if inside else region, mesh, placements, result)
+    inside = process_groups.coordinate(mesh) is not None
+    return dtensors.wrap(simulation.per_rank(kernel, region) if inside else region, mesh, placements, result)
 
 
-@dispatch.register(aten.unfold_backward.default, traffic="the halo of the gradient, on its way back")
-def unfold_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.unfold_backward.default, traffic="the halo of the gradient, on its way back")
+def unfold_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.unfold_backward``."""
     grad, sizes, dim, size, step = args
-    (result,) = dispatch.plain_result(op, *args)
+    (result,) = fake_tensors.plain_result(op, *args)
     dim %= max(1, len(sizes))
     last = Shard(len(sizes))
-    placements = [Replicate() if p == last else p for p in dispatch.without_partial(grad.placements)]
+    placements = [Replicate() if p == last else p for p in redistribution.reduced_placements(grad.placements)]
 
-    def kernel(shard: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
         shape = list(here.owned.shape)
         if dim in here.dims:
             shape[dim] = here.held(dim).size
         return aten.unfold_backward(shard, shape, dim, size, step) if shard.numel() else shard.new_zeros(shape)
 
-    return adjoint(kernel, dispatch.redistribute(grad, placements, op), {dim: Window(size, step)}, result)
+    return adjoint(kernel, redistribution.redistribute(grad, placements, op), {dim: Window(size, step)}, result)
 
 
-@dispatch.register(aten.tril.default, aten.triu.default, traffic="nothing")
-def triangle(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.tril.default, aten.triu.default, traffic="nothing")
+def triangle(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.tril`` and ``aten.triu``."""
-    input, diagonal = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, input, diagonal)
+    input, diagonal = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, input, diagonal)
 
-    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
         rows, columns = here.owned.spans[-2:]
         return op(region, diagonal + rows.start - columns.start)
 
@@ -474,7 +479,7 @@ def triangle(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 # New tensors.
 
 
-@dispatch.register(
+@handlers.register(
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.new_zeros.default,
@@ -482,14 +487,14 @@ def triangle(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     aten.new_full.default,
     traffic="nothing",
 )
-def new(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.new_empty`` and its kin: cut as the given tensor, along dims that it has and that are longer than 1."""
     input, size = args[:2]
     if not known(input):
-        return dispatch.stock(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, *args)
+        return handlers.stock(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, *args)
     result = result._replace(dtype=kwargs.get("dtype") or result.dtype)
-    mesh, here = input.device_mesh, dispatch.coordinate(input.device_mesh)
+    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
     same, like = tuple(size) == tuple(input.shape), len(size) == input.ndim
     placements = [p if isinstance(p, Shard) and (same or (like and size[p.dim] > 1)) else Replicate() for p in input.placements]
     target = layout(size, mesh, placements)
@@ -502,6 +507,6 @@ def new(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         dense = shard.new_empty([shape[dim] for dim in order], **kwargs)
         return dense.permute([order.index(dim) for dim in range(len(shape))])
 
-    shard = dispatch.local(input)
-    shard = shard.new_empty(0, **kwargs) if here is None else dispatch.per_rank(kernel, shard, *here)
-    return dispatch.wrap(shard, mesh, placements, result)
+    shard = dtensors.local(input)
+    shard = shard.new_empty(0, **kwargs) if here is None else simulation.per_rank(kernel, shard, *here)
+    return dtensors.wrap(shard, mesh, placements, result)

@@ -20,13 +20,24 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.broadcasting import aligned
-from torchhalo.exchange import anchor, assemble, group_places, received, recipe, start
+from torchhalo.exchange.assembly import assemble, recipe
+from torchhalo.exchange.broadcasting import aligned
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.plan import exchange_between
+from torchhalo.exchange.relayout import relayout
+from torchhalo.exchange.transfer import group_places, received, start
 from torchhalo.geometry import Span, Window
-from torchhalo.layout import layout
-from torchhalo.relayout import relayout
-from torchhalo.windowed import exchange_between
+from torchhalo.torch_internals import (
+    dtensors,
+    fake_tensors,
+    handlers,
+    process_groups,
+    redistribution,
+    simulation,
+    stale_views,
+    tracing,
+)
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -43,7 +54,7 @@ def known(tensor: DTensor) -> bool:
 
 
 @dataclass
-class View(dispatch.Origin):
+class View(stale_views.Origin):
     """Where a tensor comes from that shares the memory of its base's shard."""
 
     base: DTensor
@@ -74,61 +85,61 @@ class Moved(View):
     def write(self, value: DTensor) -> None:
         """Write ``value`` over the base."""
         base = self.base
-        value = dispatch.reduced(value)
-        whole = dispatch.Meta(tuple(base.shape), base.stride(), value.dtype)
-        kept = dispatch.without_partial(base.placements)
-        back = dispatch.redistribute(relayout(value, whole, kept), base.placements)
-        dispatch.local(base).copy_(dispatch.local(back))
+        value = redistribution.reduce_partial(value)
+        whole = dtensors.Meta(tuple(base.shape), base.stride(), value.dtype)
+        kept = redistribution.reduced_placements(base.placements)
+        back = redistribution.redistribute(relayout(value, whole, kept), base.placements)
+        dtensors.local(base).copy_(dtensors.local(back))
 
 
 def _same(piece: DTensor, other: DTensor) -> bool:
     """Whether two tensors are the same piece of the same tensor."""
-    a, b = dispatch.origin(piece), dispatch.origin(other)
+    a, b = stale_views.get_origin(piece), stale_views.get_origin(other)
     if not isinstance(a, Cut) or not isinstance(b, Cut) or a.base is not b.base:
         return False
     return (a.dim, a.start, a.step, a.size, a.selected) == (b.dim, b.start, b.step, b.size, b.selected)
 
 
-_writers, _views = dispatch.aliasing_ops()
+_writers, _views = handlers.aliasing_ops()
 _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 
-@dispatch.around(*_views)
-def following(handler: dispatch.Handler) -> dispatch.Handler:
+@handlers.wrap_handler(*_views)
+def following(handler: handlers.Handler) -> handlers.Handler:
     """A view of a piece, or of a view of one, knows it.
 
     In inference mode a view of a tensor from outside is one that autograd counts the versions of, which DTensor forgets.
     """
 
-    def around(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         base = args[0] if args else None
         counted = torch.is_inference_mode_enabled() and isinstance(base, DTensor) and not base.is_inference()
-        with dispatch.counting() if counted else contextlib.nullcontext():
+        with stale_views.version_counters() if counted else contextlib.nullcontext():
             out = handler(op, args, kwargs)
-        if isinstance(base, DTensor) and dispatch.origin(base) is not None:
+        if isinstance(base, DTensor) and stale_views.get_origin(base) is not None:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
-                if isinstance(tensor, DTensor) and tensor is not base and dispatch.origin(tensor) is None:
-                    dispatch.remember(tensor, View(base), base)
+                if isinstance(tensor, DTensor) and tensor is not base and stale_views.get_origin(tensor) is None:
+                    stale_views.set_origin(tensor, View(base), base)
         return out
 
     return around
 
 
-@dispatch.around(*_writers)
-def written(handler: dispatch.Handler) -> dispatch.Handler:
+@handlers.wrap_handler(*_writers)
+def written(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
-    def around(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        targets = dispatch.mutated(op, args, kwargs)
+    def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        targets = handlers.mutated_arguments(op, args, kwargs)
         if op in _overwriting and targets:
-            dispatch.mend(targets[0])
+            stale_views.clear_stale(targets[0])
         if op is aten.copy_.default and _same(*args[:2]):  # `y[a:b] += v` ends so
             return args[0]
         if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
             args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
         out = handler(op, args, kwargs)
         for tensor in targets:
-            if dispatch.origin(tensor) is not None:
+            if stale_views.get_origin(tensor) is not None:
                 _write_back(tensor, _everywhere(op, args))
             _outdate(tensor)
         return out
@@ -137,7 +148,7 @@ def written(handler: dispatch.Handler) -> dispatch.Handler:
 
 
 @lru_cache(maxsize=4096)
-def _pointwise(op: dispatch.Op) -> bool:
+def _pointwise(op: handlers.Op) -> bool:
     first = op._schema.arguments[0].alias_info
     return torch.Tag.pointwise in op.tags and first is not None and first.is_write
 
@@ -160,7 +171,7 @@ def _beside(arg: Any, target: DTensor) -> Any:
         if isinstance(p, Shard):
             alone = p.dim < more or (arg.shape[p.dim - more] == 1 and target.shape[p.dim] > 1)
             placements[axis] = Replicate() if alone else Shard(p.dim - more)
-    return dispatch.redistribute(arg, placements)
+    return redistribution.redistribute(arg, placements)
 
 
 def _partial(placement: Placement) -> bool:
@@ -169,21 +180,21 @@ def _partial(placement: Placement) -> bool:
 
 def _lineage(tensor: DTensor) -> list[DTensor]:
     """The tensor, what it comes from, and so on."""
-    origin = dispatch.origin(tensor)
+    origin = stale_views.get_origin(tensor)
     return [tensor] if origin is None else [tensor, *_lineage(origin.base)]
 
 
 def _outdate(tensor: DTensor) -> None:
     """Spoil the pieces that may hold what was in ``tensor`` before it was written to; not those known to lie beside it."""
     line = _lineage(tensor)
-    for other in dispatch.relatives(line[-1]):
+    for other in stale_views.living_views(line[-1]):
         if not any(other is each for each in line) and not _apart(_lineage(other), line):
-            dispatch.spoil(other, OUTDATED)
+            stale_views.mark_stale(other, OUTDATED)
 
 
 def _apart(line: list[DTensor], other: list[DTensor]) -> bool:
     """Whether two tensors were cut from one, along one dim, at different places."""
-    cuts, others = ([o for o in map(dispatch.origin, each) if isinstance(o, Cut)] for each in (line, other))
+    cuts, others = ([o for o in map(stale_views.get_origin, each) if isinstance(o, Cut)] for each in (line, other))
     return any(a.base is b.base and a.dim == b.dim and _disjoint(a.elements, b.elements) for a in cuts for b in others)
 
 
@@ -193,47 +204,47 @@ def _disjoint(a: range, b: range) -> bool:
     return a.step * b.step > 1 and not set(a).intersection(b)
 
 
-def _everywhere(op: dispatch.Op, args: Sequence[Any]) -> DTensor | None:
+def _everywhere(op: handlers.Op, args: Sequence[Any]) -> DTensor | None:
     """What every rank knows to be in a piece after ``op``, or None if it must be told."""
     if op not in _overwriting:
         return None
     piece, value = args[0], args[1] if len(args) > 1 else 0
     if not isinstance(value, torch.Tensor):
-        value = dispatch.local(piece).new_full((), value)
-    value = dispatch.replicated(value, piece.device_mesh)
+        value = dtensors.local(piece).new_full((), value)
+    value = dtensors.replicated(value, piece.device_mesh)
     if any(p != Replicate() for p in value.placements):
         return None
     shape = tuple(piece.shape)
-    expanded = dispatch.Meta(shape, (0,) * len(shape), value.dtype)
-    return dispatch.wrap(dispatch.local(value).expand(shape), value.device_mesh, value.placements, expanded)
+    expanded = dtensors.Meta(shape, (0,) * len(shape), value.dtype)
+    return dtensors.wrap(dtensors.local(value).expand(shape), value.device_mesh, value.placements, expanded)
 
 
 def _write_back(tensor: DTensor, value: DTensor | None = None) -> None:
     """Write ``tensor``, or what is known to be in it, to its base, and that to its own."""
-    origin = dispatch.origin(tensor)
+    origin = stale_views.get_origin(tensor)
     if isinstance(origin, Cut):
         write(origin, tensor if value is None else value)
     elif isinstance(origin, Moved):
         origin.write(tensor if value is None else value)
-    if dispatch.origin(origin.base) is not None:
+    if stale_views.get_origin(origin.base) is not None:
         _write_back(origin.base)
 
 
 def write(cut: Cut, value: DTensor) -> None:
     """Write ``value`` over a piece of ``cut.base``; along the cut dim, nothing travels if every rank has all of it."""
     base, dim, mesh = cut.base, cut.dim, cut.base.device_mesh
-    if dispatch.coordinate(mesh) is None:
+    if process_groups.coordinate(mesh) is None:
         return
     value = aten.unsqueeze(value, dim) if cut.selected else value
     along = [p == Shard(dim) for p in base.placements]
     told = cut.selected or not any(p == Shard(dim) for p, a in zip(value.placements, along, strict=True) if a)
-    value = dispatch.redistribute(
+    value = redistribution.redistribute(
         value, [Replicate() if a and told else p for p, a in zip(base.placements, along, strict=True)]
     )
     target = layout(base.shape, mesh, base.placements)
     window = Window(1, stride=cut.step, before=-cut.start)
     exchange = exchange_between(layout(value.shape, mesh, value.placements), target, {dim: window.mirror})
-    places, halo = group_places(exchange, mesh), start(dispatch.local(value), exchange, mesh)
+    places, halo = group_places(exchange, mesh), start(dtensors.local(value), exchange, mesh)
     everything = Span(cut.start, cut.start + max(0, cut.size - 1) * cut.step + 1 if cut.size else cut.start, cut.step)
 
     def kernel(into: torch.Tensor, shard: torch.Tensor, halo: torch.Tensor | None, coordinate: tuple[int, ...]) -> torch.Tensor:
@@ -245,75 +256,75 @@ def write(cut: Cut, value: DTensor) -> None:
         if not exchange.dims:
             part = part.narrow(dim, (mine.start - cut.start) // cut.step if mine.size else 0, mine.size)
         into[(*[slice(None)] * dim, mine.within(own.start))].copy_(part)
-        if halo is not None and not halo.numel() and dispatch.tracing():
-            into.copy_(anchor(into, halo))
+        if halo is not None and not halo.numel() and tracing.is_tracing():
+            into.copy_(depend_on(into, halo))
         return into
 
-    dispatch.per_rank(kernel, dispatch.local(base), dispatch.local(value), halo, dispatch.coordinate(mesh))
+    simulation.per_rank(kernel, dtensors.local(base), dtensors.local(value), halo, process_groups.coordinate(mesh))
 
 
-@dispatch.register(
+@handlers.register(
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.zero_.default,
     traffic="nothing",
     limits=LATER,
 )
-def fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.fill_`` and ``aten.zero_``."""
     input, *value = args
     plain = isinstance(args[-1], torch.Tensor) and not isinstance(args[-1], DTensor)
-    dispatch.plain_result(op, input, *(dispatch.replicated(v, input.device_mesh) if plain else v for v in value))
-    value = [dispatch.local(_whole(v)) if isinstance(v, DTensor) else v for v in value]
+    fake_tensors.plain_result(op, input, *(dtensors.replicated(v, input.device_mesh) if plain else v for v in value))
+    value = [dtensors.local(_whole(v)) if isinstance(v, DTensor) else v for v in value]
     if any(map(_partial, input.placements)):  # the summands must add up to the value
         filled = _everywhere(op, (input, *value))
         assert filled is not None
-        aten.copy_(dispatch.local(input), dispatch.local(dispatch.redistribute(filled, input.placements)))
+        aten.copy_(dtensors.local(input), dtensors.local(redistribution.redistribute(filled, input.placements)))
     else:
-        op(dispatch.local(input), *value)
+        op(dtensors.local(input), *value)
     return input
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    return dispatch.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim)
+    return redistribution.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim)
 
 
-@dispatch.register(
+@handlers.register(
     aten.copy_.default,
     traffic="into a piece along a cut dim, what changes owner on its way back; nothing if the value is replicated",
     limits=LATER,
 )
-def copy(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def copy(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.copy_``."""
-    target, source, *rest = dispatch.bound(op, args, kwargs)
+    target, source, *rest = handlers.bind(op, args, kwargs)
     if not isinstance(target, DTensor) or not all(known(t) for t in (target, source) if isinstance(t, DTensor)):
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     if not isinstance(source, DTensor) and source.numel() == 1:
-        source = dispatch.replicated(source, target.device_mesh)
-    target, source = dispatch.as_dtensors("copy_", self=target, src=source)
-    dispatch.plain_result(op, target, source)
+        source = dtensors.replicated(source, target.device_mesh)
+    target, source = dtensors.as_dtensors("copy_", self=target, src=source)
+    fake_tensors.plain_result(op, target, source)
     source = source if source.shape == target.shape else source.expand(target.shape)
-    aten.copy_(dispatch.local(target), dispatch.local(dispatch.redistribute(source, target.placements, op)), *rest)
+    aten.copy_(dtensors.local(target), dtensors.local(redistribution.redistribute(source, target.placements, op)), *rest)
     return target
 
 
-@dispatch.register(
+@handlers.register(
     aten.slice_scatter.default,
     aten.select_scatter.default,
     traffic="what changes owner; nothing if `src` is replicated",
     limits="a plain `src` is taken as replicated",
 )
-def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.slice_scatter`` and ``aten.select_scatter``: writing to a copy."""
-    input, src, dim, *where = dispatch.bound(op, args, kwargs)
+    input, src, dim, *where = handlers.bind(op, args, kwargs)
     mesh = next(t.device_mesh for t in (input, src) if isinstance(t, DTensor))
-    tensors = (dispatch.replicated(t, mesh) for t in (input, src))
-    input, src = dispatch.as_dtensors(op.overloadpacket.__name__, **dict(zip(("input", "src"), tensors, strict=True)))
-    dispatch.plain_result(op, input, src, dim, *where)
+    tensors = (dtensors.replicated(t, mesh) for t in (input, src))
+    input, src = dtensors.as_dtensors(op.overloadpacket.__name__, **dict(zip(("input", "src"), tensors, strict=True)))
+    fake_tensors.plain_result(op, input, src, dim, *where)
     dim %= input.ndim
     size, selected = input.shape[dim], op is aten.select_scatter.default
     first, last, step = (where[0] % size, where[0] % size + 1, 1) if selected else slice(*where).indices(size)
-    out = aten.clone(dispatch.reduced(input))
+    out = aten.clone(redistribution.reduce_partial(input))
     write(Cut(out, dim, first, step, len(range(first, last, step)), selected), src)
     return out
 
@@ -321,72 +332,72 @@ def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 # Indices and masks.
 
 
-@dispatch.register(
+@handlers.register(
     aten.index_put_.default,
     aten.index_put.default,
     traffic="nothing for a mask with one value; else what DTensor makes of it",
     limits="plain indices and values are taken as replicated; indices along a cut dim gather",
 )
-def index_put(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def index_put(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``y[mask] = value`` and ``y[indices] = values``."""
-    input, indices, values, accumulate = dispatch.bound(op, args, kwargs)
+    input, indices, values, accumulate = handlers.bind(op, args, kwargs)
     mesh = next(t.device_mesh for t in (input, values, *indices) if isinstance(t, DTensor))
-    input, values = (dispatch.replicated(t, mesh) for t in (input, values))
-    indices = [None if t is None else dispatch.replicated(t, mesh) for t in indices]
+    input, values = (dtensors.replicated(t, mesh) for t in (input, values))
+    indices = [None if t is None else dtensors.replicated(t, mesh) for t in indices]
     mask = indices[0]
     if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
-        return dispatch.stock(op, (input, indices, values, accumulate), {})
+        return handlers.stock(op, (input, indices, values, accumulate), {})
     while mask.ndim < input.ndim:
         mask = mask.unsqueeze(-1)
     fill = aten.masked_fill_ if op is aten.index_put_.default else aten.masked_fill
     return fill(input, mask, values.to(input.dtype).reshape(()))
 
 
-@dispatch.register(
+@handlers.register(
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor,
     traffic="nothing, or the mask, where it is sharded otherwise",
 )
-def masked_fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def masked_fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.masked_fill`` and ``aten.masked_fill_``."""
     input, mask, value = args
     # Zeros may be filled into summands: label smoothing drops what is ignored so.
     summands = isinstance(input, DTensor) and any(map(_partial, input.placements))
     if not isinstance(input, DTensor) or not known(input) or (summands and (isinstance(value, torch.Tensor) or value != 0)):
-        return dispatch.stock(op, args, kwargs)
-    mask, given = dispatch.as_dtensors("masked_fill", self=input, mask=mask, value=_number(value, input))[1:]
-    (result,) = dispatch.plain_result(op, input, mask, value if given is None else given)
+        return handlers.stock(op, args, kwargs)
+    mask, given = dtensors.as_dtensors("masked_fill", self=input, mask=mask, value=_number(value, input))[1:]
+    (result,) = fake_tensors.plain_result(op, input, mask, value if given is None else given)
     if result.shape != tuple(input.shape):
-        return dispatch.stock(op, args, kwargs)
-    shards = [dispatch.local(input), dispatch.local(aligned(mask, input.placements, result.shape))]
-    if dispatch.coordinate(input.device_mesh) is not None:
-        shards[0] = op(*shards, value if given is None else dispatch.local(_whole(given)))
+        return handlers.stock(op, args, kwargs)
+    shards = [dtensors.local(input), dtensors.local(aligned(mask, input.placements, result.shape))]
+    if process_groups.coordinate(input.device_mesh) is not None:
+        shards[0] = op(*shards, value if given is None else dtensors.local(_whole(given)))
     written = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
-    return input if written else dispatch.wrap(shards[0], input.device_mesh, input.placements, result)
+    return input if written else dtensors.wrap(shards[0], input.device_mesh, input.placements, result)
 
 
 def _number(value: Any, input: DTensor) -> DTensor | None:
     """A value that is a tensor, which has one element and so may be a plain one."""
-    return dispatch.replicated(value, input.device_mesh) if isinstance(value, torch.Tensor) else None
+    return dtensors.replicated(value, input.device_mesh) if isinstance(value, torch.Tensor) else None
 
 
 # as_strided, where it says what slices would.
 
 
-@dispatch.register(
+@handlers.register(
     aten.as_strided.default,
     traffic="that of the slices and selections that it stands for",
     limits="raises where the strides are not those of slices and selections of the tensor; autograd gathers its gradient",
 )
-def as_strided(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def as_strided(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.as_strided``."""
-    input, size, stride, offset = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, input, size, stride, offset)
-    whole = dispatch.local(input)
+    input, size, stride, offset = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, input, size, stride, offset)
+    whole = dtensors.local(input)
     if not any(isinstance(p, Shard) for p in input.placements) and whole.stride() == input.stride():
-        return dispatch.wrap(op(whole, size, stride, offset), input.device_mesh, input.placements, result)
+        return dtensors.wrap(op(whole, size, stride, offset), input.device_mesh, input.placements, result)
     plan = _decoded(input.shape, input.stride(), size, stride, offset or 0)
     if plan is None:
         raise NotImplementedError(
@@ -404,8 +415,8 @@ def as_strided(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     out = out.permute([left.index(dim) for dim in used])
     for place, shown in enumerate(plan[1]):
         out = out if shown is not None else out.unsqueeze(place)
-    final = dispatch.wrap(dispatch.local(out), out.device_mesh, out.placements, result)
-    return final if dispatch.origin(out) is None else dispatch.remember(final, View(out), out)
+    final = dtensors.wrap(dtensors.local(out), out.device_mesh, out.placements, result)
+    return final if stale_views.get_origin(out) is None else stale_views.set_origin(final, View(out), out)
 
 
 def _decoded(
@@ -441,10 +452,10 @@ def _decoded(
     return plan, shows
 
 
-@dispatch.register(aten.as_strided_.default, traffic="nothing", limits="raises unless it changes nothing")
-def as_strided_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.as_strided_.default, traffic="nothing", limits="raises unless it changes nothing")
+def as_strided_(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.as_strided_``: only where the tensor already has these strides."""
-    input, size, stride, offset = dispatch.bound(op, args, kwargs)
+    input, size, stride, offset = handlers.bind(op, args, kwargs)
     long = [dim for dim, n in enumerate(input.shape) if n > 1]
     if tuple(size) == tuple(input.shape) and all(input.stride(dim) == stride[dim] for dim in long) and not offset:
         return input

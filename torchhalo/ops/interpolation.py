@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from torchhalo import dispatch
+from torchhalo.exchange.memory import formatted, memory_format
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import adjoint, forward
 from torchhalo.geometry import Intervals, Span
-from torchhalo.windowed import Here, adjoint, formatted, forward, memory_format
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers
 
 aten = torch.ops.aten
 
@@ -176,8 +178,8 @@ class _Kind(NamedTuple):
     """A kind of interpolation and its aten ops."""
 
     mode: str
-    op: dispatch.Op
-    backward: dispatch.Op
+    op: handlers.Op
+    backward: handlers.Op
 
     @property
     def nearest(self) -> bool:
@@ -228,7 +230,7 @@ class _Call(NamedTuple):
         found = self.relations.items()
         return [dim for dim, taps in found if taps.ratio is None and (dim in dims or taps.nearest)]
 
-    def local(self, here: Here) -> tuple[list[int], list[int], list[float | None], list[slice]]:
+    def local(self, here: Task) -> tuple[list[int], list[int], list[float | None], list[slice]]:
         """The spatial sizes of what plain torch's kernel reads and makes on this rank, its scales, and the rank's part of it.
 
         Along dims with taps, and where the kernel has nothing to do, it makes what it reads.
@@ -253,7 +255,7 @@ class _Call(NamedTuple):
             part.append(own.within(here.held(dim).start * (taps.ratio or 0)) if makes[-1] != own.size else slice(None))
         return reads, makes, scales, part
 
-    def forward(self, region: torch.Tensor, here: Here) -> torch.Tensor:
+    def forward(self, region: torch.Tensor, here: Task) -> torch.Tensor:
         """The kernel of `windowed.forward`."""
         shape = [*region.shape[:2], *here.outputs.shape[2:]]
         if 0 in shape or not region.numel():
@@ -267,7 +269,7 @@ class _Call(NamedTuple):
             out = self.kind.op(out, makes, *self.corners, *scales)[tuple(part)]
         return out.to(region.dtype)
 
-    def backward(self, grad: torch.Tensor, here: Here) -> torch.Tensor:
+    def backward(self, grad: torch.Tensor, here: Task) -> torch.Tensor:
         """The kernel of `windowed.adjoint`."""
         held = [here.held(dim).size for dim in self.relations]
         if 0 in held or not grad.numel():
@@ -303,7 +305,7 @@ def _weighted(tensor: torch.Tensor, dim: int, weights: list[float]) -> torch.Ten
     return tensor * tensor.new_tensor(weights).view(-1, *[1] * (tensor.ndim - dim - 1))
 
 
-def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Tensor:
+def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Task) -> torch.Tensor:
     """The rank's outputs along ``dim``: the sum over the taps of what they read, times their weight."""
     origin, out = here.held(dim).start, None
     for reads, weights in taps.table(here.outputs.spans[dim]):
@@ -314,7 +316,7 @@ def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Ten
     return out
 
 
-def _scatter(grad: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Tensor:
+def _scatter(grad: torch.Tensor, dim: int, taps: Taps, here: Task) -> torch.Tensor:
     """The adjoint of `_gather`."""
     held = here.held(dim)
     out = grad.new_zeros([held.size if d == dim else size for d, size in enumerate(grad.shape)])
@@ -324,21 +326,21 @@ def _scatter(grad: torch.Tensor, dim: int, taps: Taps, here: Here) -> torch.Tens
     return out
 
 
-@dispatch.register(
+@handlers.register(
     *(kind.op for kind in KINDS),
     traffic="the halo of the input",
     limits="linear and cubic modes on integer tensors only by powers of two along sharded dims",
 )
-def interpolate(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def interpolate(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of the forward ops."""
     kind = BY_OP[op]
-    input, outputs, *rest = dispatch.bound(op, args, kwargs)
+    input, outputs, *rest = handlers.bind(op, args, kwargs)
     if len(outputs) != input.ndim - 2 or min(*input.shape[2:], *outputs) < 1:  # which fake tensors do not check
         raise RuntimeError(
             f"{op.name()}: needs an input of {len(outputs) + 2} dims and sizes greater than 0, "
             f"got input (={tuple(input.shape)}) and output size (={tuple(outputs)})"
         )
-    result = dispatch.Meta(tuple(map(int, (*input.shape[:2], *outputs))), (), input.dtype)
+    result = dtensors.Meta(tuple(map(int, (*input.shape[:2], *outputs))), (), input.dtype)
     plain = _rounds_plainly(input, outputs)
     single = input.dtype != torch.float64 or (kind.nearest and plain)
     call = _Call.of(kind, input.shape[2:], outputs, rest, single, plain)
@@ -353,12 +355,12 @@ def interpolate(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return forward(call.forward, input, call.relations, [formatted(result, input)])[0]
 
 
-@dispatch.register(*(kind.backward for kind in KINDS), traffic="the halo of the gradient of the input, on its way back")
-def interpolate_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(*(kind.backward for kind in KINDS), traffic="the halo of the gradient of the input, on its way back")
+def interpolate_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of the backward ops."""
     kind = BY_OP[op]
-    grad, outputs, inputs, *rest = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, grad, outputs, inputs, *rest)
+    grad, outputs, inputs, *rest = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, grad, outputs, inputs, *rest)
     single = grad.dtype != torch.float64 or kind.nearest
     call = _Call.of(kind, inputs[2:], outputs, rest, single, plain=True)
     return adjoint(call.backward, grad, call.relations, formatted(result, grad))
@@ -376,10 +378,10 @@ def _rounds_plainly(input: DTensor, outputs: Sequence[int]) -> bool:
     return channels_last or (len(outputs) == 2 and sum(outputs) <= 128)
 
 
-@dispatch.register(*(kind.op.overloadpacket.vec for kind in KINDS), traffic="the halo of the input")
-def composite(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(*(kind.op.overloadpacket.vec for kind in KINDS), traffic="the halo of the input")
+def composite(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the forms that `torch.inference_mode` leaves undecomposed, which take sizes or scale factors."""
-    input, _, *corners, factors = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, *args, **kwargs)
+    input, _, *corners, factors = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, *args, **kwargs)
     sizes = result.shape[2:]
     return op.overloadpacket.default(input, sizes, *corners, *(factors or [None] * len(sizes)))

@@ -16,10 +16,19 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
+from torchhalo.exchange.memory import laid_out, memory_format, strides
 from torchhalo.geometry import Span
 from torchhalo.ops.reduction import Reduction, deviations, merged, named, products, tied, total, wide
-from torchhalo.windowed import laid_out, memory_format, strides
+from torchhalo.torch_internals import (
+    collectives,
+    dtensors,
+    fake_tensors,
+    handlers,
+    process_groups,
+    redistribution,
+    simulation,
+    tracing,
+)
 
 aten = torch.ops.aten
 
@@ -42,7 +51,7 @@ def _affine(input: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor, in_p
         and input.is_contiguous()
         and factor.numel() == shift.numel() == factor.shape[1] == channels
         and input.dtype == factor.dtype == shift.dtype
-        and not dispatch.traced(input)
+        and not tracing.is_traced(input)
     ):
         factor, shift = factor.view(-1), shift.view(-1)
         plain = torch.zeros_like(factor), torch.ones_like(factor)
@@ -111,7 +120,7 @@ def _channels(placements: Sequence[Placement]) -> Placements:
 
 def _placed(tensor: DTensor | None, placements: Sequence[Placement]) -> torch.Tensor | None:
     """This rank's part of a parameter, cut as ``placements`` say."""
-    return None if tensor is None else dispatch.local(dispatch.redistribute(tensor, placements))
+    return None if tensor is None else dtensors.local(redistribution.redistribute(tensor, placements))
 
 
 def _parameter_gradient(
@@ -124,11 +133,13 @@ def _parameter_gradient(
         input: The op's input, whose dtype a gradient has if there is no owner.
     """
     dtype = input.dtype if owner is None else owner.dtype
-    meta = dispatch.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), dtype)
-    found = dispatch.wrap(shard.to(dtype), input.device_mesh, placements, meta)
+    meta = dtensors.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), dtype)
+    found = dtensors.wrap(shard.to(dtype), input.device_mesh, placements, meta)
     owned = [Replicate()] * len(placements) if owner is None else owner.placements
     pairs = zip(placements, owned, strict=True)
-    return dispatch.redistribute(found, [q if isinstance(q, Shard) else p if p.is_partial() else Replicate() for p, q in pairs])
+    return redistribution.redistribute(
+        found, [q if isinstance(q, Shard) else p if p.is_partial() else Replicate() for p, q in pairs]
+    )
 
 
 # Batch norm.
@@ -138,29 +149,29 @@ def _updated(buffer: DTensor, value: DTensor, momentum: float, in_place: bool) -
     """A running statistic after one more value."""
     if any(p.is_partial() for p in buffer.placements):
         raise NotImplementedError(f"batch_norm: running statistics must be Replicate or Shard, got {buffer.placements}")
-    shard = dispatch.local(dispatch.redistribute(value, buffer.placements))
-    target = dispatch.local(buffer) if in_place else dispatch.local(buffer).clone()
+    shard = dtensors.local(redistribution.redistribute(value, buffer.placements))
+    target = dtensors.local(buffer) if in_place else dtensors.local(buffer).clone()
     target.mul_(1 - momentum).add_(shard.to(target.dtype), alpha=momentum)
-    return dispatch.wrap(target, buffer.device_mesh, buffer.placements, _meta(buffer))
+    return dtensors.wrap(target, buffer.device_mesh, buffer.placements, _meta(buffer))
 
 
-def _meta(tensor: DTensor) -> dispatch.Meta:
-    return dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+def _meta(tensor: DTensor) -> dtensors.Meta:
+    return dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _plain_batch_norm(op: dispatch.Op, input: DTensor, *rest: Any) -> tuple[Any, ...]:
+def _plain_batch_norm(op: handlers.Op, input: DTensor, *rest: Any) -> tuple[Any, ...]:
     """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
     if 0 in input.shape:
-        return dispatch.plain_result(op, input, *rest)
-    known = dispatch.signature(input)
+        return fake_tensors.plain_result(op, input, *rest)
+    known = dtensors.signature(input)
     shape, stride, dtype = known.meta
     few = (2, shape[1], *[2] * (len(shape) - 2))
-    small = known._replace(meta=dispatch.Meta(few, strides(few, torch.contiguous_format), dtype))
-    first, *others = dispatch.plain_result(op, small, *rest)
+    small = known._replace(meta=dtensors.Meta(few, strides(few, torch.contiguous_format), dtype))
+    first, *others = fake_tensors.plain_result(op, small, *rest)
     return first._replace(shape=shape, stride=strides(shape, memory_format(shape, stride))), *others
 
 
-@dispatch.register(
+@handlers.register(
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
@@ -173,41 +184,41 @@ def _plain_batch_norm(op: dispatch.Op, input: DTensor, *rest: Any) -> tuple[Any,
     aten.miopen_batch_norm.default,
     traffic="two numbers per channel from every rank in training, nothing in evaluation",
 )
-def batch_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def batch_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of all variants of batch norm."""
     given = named(op, args, kwargs)
     names = ("input", "weight", "bias", "running_mean", "running_var")
-    input, *parameters = dispatch.as_dtensors("batch_norm", **{name: given.get(name) for name in names})
-    results = _plain_batch_norm(op, *dispatch.bound(op, args, kwargs))
+    input, *parameters = dtensors.as_dtensors("batch_norm", **{name: given.get(name) for name in names})
+    results = _plain_batch_norm(op, *handlers.bind(op, args, kwargs))
     training = given.get("training", "with_update" in op.overloadpacket.__name__)
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, (0, *range(2, input.ndim)))
     channels, everywhere = _channels(input.placements), [Replicate()] * over.mesh.ndim
     places = [list(input.placements), *(channels if all(r.shape) else everywhere for r in results[1:])]
-    if done := dispatch.outside(input, results, places):
+    if done := dtensors.non_member_result(input, results, places):
         return done
     weight, bias, running_mean, running_var = (_placed(tensor, channels) for tensor in parameters)
     buffers = [buffer for buffer in parameters[2:] if buffer is not None]
     if training:
         out, mean, rstd, squares = _train(input, over, weight, bias, eps, results[0])
-        meta = dispatch.Meta((input.shape[1],), (1,), mean.dtype)
-        latest = [dispatch.wrap(value, over.mesh, channels, meta) for value in (mean, squares / (over.members - 1))]
+        meta = dtensors.Meta((input.shape[1],), (1,), mean.dtype)
+        latest = [dtensors.wrap(value, over.mesh, channels, meta) for value in (mean, squares / (over.members - 1))]
         momentum = given["momentum"] if "momentum" in given else given["exponential_average_factor"]
         in_place = not op.overloadpacket.__name__.endswith("functional")
         buffers = [_updated(*pair, momentum, in_place) for pair in zip(buffers, latest, strict=False)]
     else:
         assert running_mean is not None and running_var is not None
         mean, rstd = running_mean, (running_var + eps).rsqrt()
-        out = dispatch.per_rank(_evaluated, dispatch.local(input), weight, bias, running_mean, running_var, eps)
+        out = simulation.per_rank(_evaluated, dtensors.local(input), weight, bias, running_mean, running_var, eps)
     shards = [laid_out(out, results[0]), mean, rstd]
     wrapped = [
-        dispatch.wrap(shard if all(result.shape) else shard.new_empty(0), over.mesh, place, result._replace(dtype=shard.dtype))
+        dtensors.wrap(shard if all(result.shape) else shard.new_empty(0), over.mesh, place, result._replace(dtype=shard.dtype))
         for shard, result, place in zip(shards, results, places, strict=False)
     ]
     rest = results[3:]
     if rest and rest[0].dtype == torch.uint8:  # cuDNN's workspace
-        wrapped.append(dispatch.wrap(out.new_empty(0, dtype=torch.uint8), over.mesh, everywhere, rest[0]._replace(shape=(0,))))
+        wrapped.append(dtensors.wrap(out.new_empty(0, dtype=torch.uint8), over.mesh, everywhere, rest[0]._replace(shape=(0,))))
     return (*wrapped, *buffers[: len(results) - len(wrapped)])
 
 
@@ -229,7 +240,7 @@ def _train(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    result: dispatch.Meta,
+    result: dtensors.Meta,
 ) -> tuple[torch.Tensor, ...]:
     """This rank's output; for its channels, the mean, one over the standard deviation, and the sum of squared deviations."""
     counts, dtype = over.counts(), wide(input.dtype)
@@ -243,21 +254,21 @@ def _train(
         out = _scaled(rest, (center - mean).to(dtype), rstd, *factors).to(result.dtype)
         return tied(out, parts), mean.view(-1).to(dtype), rstd.view(-1), squares.view(-1).to(dtype)
 
-    rest, center, parts = dispatch.per_rank(deviations, dispatch.local(input), over.dims)
-    return dispatch.per_rank(finish, over.gather(parts), rest, center, weight, bias)
+    rest, center, parts = simulation.per_rank(deviations, dtensors.local(input), over.dims)
+    return simulation.per_rank(finish, over.gather(parts), rest, center, weight, bias)
 
 
-@dispatch.register(
+@handlers.register(
     aten.native_batch_norm_backward.default,
     aten.cudnn_batch_norm_backward.default,
     aten.miopen_batch_norm_backward.default,
     aten.batch_norm_backward.default,
     traffic="two numbers per channel, reduced, in training; nothing in evaluation, where the weight's gradient is Partial",
 )
-def batch_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
+def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of the gradients of all variants of batch norm."""
     given = named(op, args, kwargs)
-    grad, input, weight = dispatch.as_dtensors(
+    grad, input, weight = dtensors.as_dtensors(
         "batch_norm backward",
         grad_output=given.get("grad_out", given.get("grad_output")),
         input=given["input"],
@@ -266,21 +277,21 @@ def batch_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
     training = given.get("train", given.get("update", True))
     mask = given.get("output_mask", [True, True, True])
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, (0, *range(2, input.ndim)))
     channels = _channels(input.placements)
-    result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
-    meta = dispatch.Meta((input.shape[1],), (1,), input.dtype)
-    if done := dispatch.outside(input, [result, meta, meta], [input.placements, channels, channels]):
+    result = dtensors.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
+    meta = dtensors.Meta((input.shape[1],), (1,), input.dtype)
+    if done := dtensors.non_member_result(input, [result, meta, meta], [input.placements, channels, channels]):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
-    grad = dispatch.redistribute(grad, input.placements)
+    grad = redistribution.redistribute(grad, input.placements)
     dtype, ndim = wide(input.dtype), input.ndim
     names = (
         ("save_mean", "save_invstd" if "save_invstd" in given else "save_var") if training else ("running_mean", "running_var")
     )
     statistics = [
         _placed(tensor, channels)
-        for tensor in dispatch.as_dtensors("batch_norm backward", input=input, **{name: given[name] for name in names})[1:]
+        for tensor in dtensors.as_dtensors("batch_norm backward", input=input, **{name: given[name] for name in names})[1:]
     ]
 
     def factors(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -306,14 +317,14 @@ def batch_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
             out = grad * scale
         return tied(laid_out(out.to(result.dtype), result), sums)
 
-    shards = dispatch.local(grad), dispatch.local(input)
-    sums = dispatch.per_rank(summary, *shards, *statistics)
+    shards = dtensors.local(grad), dtensors.local(input)
+    sums = simulation.per_rank(summary, *shards, *statistics)
     add_up = training and mask[0]
-    sums = dispatch.all_reduce(sums, over.mesh, over.axes) if add_up else sums
+    sums = collectives.all_reduce(sums, over.mesh, over.axes) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = dispatch.per_rank(finish, sums, *shards, _placed(weight, channels), *statistics)
-        found[0] = dispatch.wrap(out, over.mesh, input.placements, result)
+        out = simulation.per_rank(finish, sums, *shards, _placed(weight, channels), *statistics)
+        found[0] = dtensors.wrap(out, over.mesh, input.placements, result)
     places = [Partial() if axis in over.axes and not add_up else p for axis, p in enumerate(channels)]
     for i, which in ((1, 1), (2, 0)):
         if mask[i]:
@@ -357,19 +368,19 @@ def _groups(over: Reduction, coordinate: Sequence[int], count: int) -> _Groups:
     return _Groups(over.layout.owned(coordinate).spans[1], over.layout.shape[1] // count, count)
 
 
-@dispatch.register(aten.native_group_norm.default, traffic="two numbers per sample and group from every rank")
-def group_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+@handlers.register(aten.native_group_norm.default, traffic="two numbers per sample and group from every rank")
+def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.native_group_norm``; channels may be sharded in any way, also across groups."""
-    input, weight, bias = dispatch.as_dtensors("group_norm", input=args[0], weight=args[1], bias=args[2])
-    results = list(dispatch.plain_result(op, input, weight, bias, *args[3:]))
+    input, weight, bias = dtensors.as_dtensors("group_norm", input=args[0], weight=args[1], bias=args[2])
+    results = list(fake_tensors.plain_result(op, input, weight, bias, *args[3:]))
     # Fake tensors have other strides along dims of size 1.
     shape, stride, _ = results[0]
     results[0] = results[0]._replace(stride=strides(shape, memory_format(shape, stride)))
     count, eps = args[6:]
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, range(1, input.ndim))
     rows = [p if p == Shard(0) else Replicate() for p in input.placements]
-    if done := dispatch.outside(input, results, [input.placements, rows, rows]):
+    if done := dtensors.non_member_result(input, results, [input.placements, rows, rows]):
         return done
     spatial, dtype = range(2, input.ndim), wide(input.dtype)
     counts = [
@@ -401,13 +412,13 @@ def group_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         out = _scaled(rest, shift, groups.spread(rstd, rest.ndim), *factors)
         return tied(laid_out(out.to(results[0].dtype), results[0]), parts), mean.to(dtype), rstd
 
-    where = dispatch.coordinate(over.mesh)
-    rest, center, parts = dispatch.per_rank(summary, dispatch.local(input), where)
+    where = process_groups.coordinate(over.mesh)
+    rest, center, parts = simulation.per_rank(summary, dtensors.local(input), where)
     channels = _channels(input.placements)
     parameters = _placed(weight, channels), _placed(bias, channels)
-    shards = dispatch.per_rank(finish, over.gather(parts), rest, center, *parameters, where)
+    shards = simulation.per_rank(finish, over.gather(parts), rest, center, *parameters, where)
     return tuple(
-        dispatch.wrap(shard, over.mesh, place, result._replace(dtype=shard.dtype))
+        dtensors.wrap(shard, over.mesh, place, result._replace(dtype=shard.dtype))
         for shard, place, result in zip(shards, (input.placements, rows, rows), results, strict=True)
     )
 
@@ -416,24 +427,24 @@ def _size(spans: Sequence[Any]) -> int:
     return prod(span if isinstance(span, int) else span.size for span in spans)
 
 
-@dispatch.register(
+@handlers.register(
     aten.native_group_norm_backward.default,
     traffic="two numbers per sample and group and two per channel, reduced; nothing if only the batch is sharded",
 )
-def group_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
+def group_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.native_group_norm_backward``."""
     names = ("grad_output", "input", "mean", "rstd", "weight")
-    grad, input, mean, rstd, weight = dispatch.as_dtensors("group_norm backward", **dict(zip(names, args, strict=False)))
+    grad, input, mean, rstd, weight = dtensors.as_dtensors("group_norm backward", **dict(zip(names, args, strict=False)))
     count, mask = args[8:]
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, range(1, input.ndim))
     channels = _channels(input.placements)
     rows = [p if p == Shard(0) else Replicate() for p in input.placements]
-    result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
-    meta = dispatch.Meta((input.shape[1],), (1,), input.dtype)
-    if done := dispatch.outside(input, [result, meta, meta], [input.placements, rows, rows]):
+    result = dtensors.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
+    meta = dtensors.Meta((input.shape[1],), (1,), input.dtype)
+    if done := dtensors.non_member_result(input, [result, meta, meta], [input.placements, rows, rows]):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
-    grad = dispatch.redistribute(grad, input.placements)
+    grad = redistribution.redistribute(grad, input.placements)
     spatial, dtype, ndim = range(2, input.ndim), wide(input.dtype), input.ndim
 
     def summary(
@@ -470,14 +481,14 @@ def group_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         out = _input_gradient(grad, shard, per_cell, center, spread, scale, over.members // count)
         return tied(laid_out(out.to(result.dtype), result), sums)
 
-    where = dispatch.coordinate(over.mesh)
-    shards = dispatch.local(grad), dispatch.local(input), _placed(mean, rows), _placed(rstd, rows), _placed(weight, channels)
-    sums = dispatch.per_rank(summary, *shards, where)
-    sums = dispatch.all_reduce(sums, over.mesh, over.axes) if mask[0] else sums
+    where = process_groups.coordinate(over.mesh)
+    shards = dtensors.local(grad), dtensors.local(input), _placed(mean, rows), _placed(rstd, rows), _placed(weight, channels)
+    sums = simulation.per_rank(summary, *shards, where)
+    sums = collectives.all_reduce(sums, over.mesh, over.axes) if mask[0] else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = dispatch.per_rank(finish, sums, *shards, where)
-        found[0] = dispatch.wrap(out, over.mesh, input.placements, result)
+        out = simulation.per_rank(finish, sums, *shards, where)
+        found[0] = dtensors.wrap(out, over.mesh, input.placements, result)
     summed = [axis for axis, p in enumerate(input.placements) if p == Shard(0) or (axis in over.axes and not mask[0])]
     places: Placements = [Partial() if axis in summed else Replicate() for axis in range(over.mesh.ndim)]
     size = input.shape[1]
@@ -490,30 +501,30 @@ def group_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
 # Layer norm and RMS norm: a statistic per row, parameters along it.
 
 
-@dispatch.register(
+@handlers.register(
     aten.native_layer_norm.default,
     aten._fused_rms_norm.default,
     traffic="two numbers per row from every rank (RMS: one); nothing if the normalised dims are not sharded",
 )
-def layer_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def layer_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.native_layer_norm`` and ``aten._fused_rms_norm``."""
     given = named(op, args, kwargs)
     names = ("input", "weight", "bias")
-    input, weight, bias = dispatch.as_dtensors("layer_norm", **{name: given.get(name) for name in names})
+    input, weight, bias = dtensors.as_dtensors("layer_norm", **{name: given.get(name) for name in names})
     centered, eps, shape = op is aten.native_layer_norm.default, given["eps"], given["normalized_shape"]
     if list(shape) != list(input.shape[-len(shape) :]):  # fake tensors object in other words
         aten.native_layer_norm(torch.zeros(()).expand(input.shape), shape, None, None, 0.0)
-    results = dispatch.plain_result(op, *args, **kwargs)
-    input = dispatch.reduced(input)
+    results = fake_tensors.plain_result(op, *args, **kwargs)
+    input = redistribution.reduce_partial(input)
     lead = input.ndim - len(shape)
     over = Reduction.of(input, range(lead, input.ndim))
     rows, parameters = over.result(keepdim=True), _along_rows(over, lead)
     places = [list(input.placements), *[rows] * (len(results) - 1)]
-    if done := dispatch.outside(input, results, places):
+    if done := dtensors.non_member_result(input, results, places):
         return done
     dtype, counts = wide(input.dtype), over.counts()
     eps = torch.finfo(dtype).eps if eps is None else eps
-    shard, factors = dispatch.local(input), [_placed(weight, parameters), _placed(bias, parameters)]
+    shard, factors = dtensors.local(input), [_placed(weight, parameters), _placed(bias, parameters)]
 
     def summary(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if centered:
@@ -534,13 +545,13 @@ def layer_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return op(shard, shape, *(factors if centered else factors[:1]), given["eps"])
 
     if over.axes:
-        rest, center, parts = dispatch.per_rank(summary, shard)
-        parts = over.gather(parts) if centered else dispatch.all_reduce(parts, over.mesh, over.axes)
-        found = dispatch.per_rank(finish, parts, rest, center, *factors)
+        rest, center, parts = simulation.per_rank(summary, shard)
+        parts = over.gather(parts) if centered else collectives.all_reduce(parts, over.mesh, over.axes)
+        found = simulation.per_rank(finish, parts, rest, center, *factors)
     else:
-        found = dispatch.per_rank(alone, laid_out(shard, input), *factors)
+        found = simulation.per_rank(alone, laid_out(shard, input), *factors)
     return tuple(
-        dispatch.wrap(laid_out(shard, result), over.mesh, place, result._replace(dtype=shard.dtype))
+        dtensors.wrap(laid_out(shard, result), over.mesh, place, result._replace(dtype=shard.dtype))
         for shard, place, result in zip(found, places, results, strict=True)
     )
 
@@ -557,31 +568,31 @@ def _in_row(tensor: torch.Tensor | None, lead: int, dtype: torch.dtype) -> torch
     return None if tensor is None else tensor.to(dtype).view(*[1] * lead, *tensor.shape)
 
 
-@dispatch.register(
+@handlers.register(
     aten.native_layer_norm_backward.default,
     aten._fused_rms_norm_backward.default,
     traffic="two numbers per row, reduced, and the parameters' gradients; nothing if the normalised dims are not sharded",
 )
-def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
+def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.native_layer_norm_backward`` and ``aten._fused_rms_norm_backward``."""
     given = named(op, args, kwargs)
     names = ("grad_out", "input", "mean", "rstd", "weight", "bias")
-    tensors = dispatch.as_dtensors("layer_norm backward", **{name: given.get(name) for name in names})
+    tensors = dtensors.as_dtensors("layer_norm backward", **{name: given.get(name) for name in names})
     grad, input, mean, rstd, weight, bias = tensors
     centered, mask, shape = op is aten.native_layer_norm_backward.default, given["output_mask"], given["normalized_shape"]
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     lead = input.ndim - len(shape)
     over = Reduction.of(input, range(lead, input.ndim))
     rows, parameters = over.result(keepdim=True), _along_rows(over, lead)
-    result = dispatch.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
-    meta = dispatch.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), input.dtype)
-    if done := dispatch.outside(
+    result = dtensors.Meta(tuple(input.shape), _dense_strides(input), input.dtype)
+    meta = dtensors.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), input.dtype)
+    if done := dtensors.non_member_result(
         input, [result, meta, meta][: len(mask)], [input.placements, parameters, parameters][: len(mask)]
     ):
         return tuple(grad if wanted else None for grad, wanted in zip(done, mask, strict=True))
-    grad = dispatch.redistribute(grad, input.placements)
+    grad = redistribution.redistribute(grad, input.placements)
     dtype = wide(input.dtype)
-    shards: list[Any] = [dispatch.local(grad), dispatch.local(input)]
+    shards: list[Any] = [dtensors.local(grad), dtensors.local(input)]
     shards += [_placed(mean, rows), _placed(rstd, rows), _placed(weight, parameters)]
 
     def summary(
@@ -604,9 +615,9 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         return tied(laid_out(out.to(result.dtype), result), sums)
 
     if over.axes or (input.device.type == "cpu" and not centered):  # the CPU has no kernel of RMS norm's gradient
-        weighted, sums, *found = dispatch.per_rank(summary, *shards)
+        weighted, sums, *found = simulation.per_rank(summary, *shards)
         if mask[0]:
-            out = dispatch.per_rank(finish, dispatch.all_reduce(sums, over.mesh, over.axes), weighted, *shards[1:4])
+            out = simulation.per_rank(finish, collectives.all_reduce(sums, over.mesh, over.axes), weighted, *shards[1:4])
         found = [out if mask[0] else sums, *found]
     else:
         saved = [t for t in shards[2:4] if t is not None]
@@ -615,21 +626,21 @@ def layer_norm_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str
         def alone(grad: torch.Tensor, shard: torch.Tensor, *rest: torch.Tensor | None) -> Any:
             return op(grad, shard, shape, *rest, mask)
 
-        found = list(dispatch.per_rank(alone, laid_out(shards[0], grad), laid_out(shards[1], input), *saved, *given_too))
+        found = list(simulation.per_rank(alone, laid_out(shards[0], grad), laid_out(shards[1], input), *saved, *given_too))
     summed: Placements = [
         Partial() if isinstance(p, Shard) and axis not in over.axes else q
         for axis, (p, q) in enumerate(zip(input.placements, parameters, strict=True))
     ]
     wrapped: list[DTensor | None] = [None] * len(mask)
     if mask[0]:
-        wrapped[0] = dispatch.wrap(laid_out(found[0], result), over.mesh, input.placements, result)
+        wrapped[0] = dtensors.wrap(laid_out(found[0], result), over.mesh, input.placements, result)
     for i, owner in ((1, weight), (2, bias)):
         if i < len(mask) and mask[i]:
             wrapped[i] = _parameter_gradient(found[i], owner, input, shape, summed)
     return tuple(wrapped)
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.batch_norm.default,
     aten.instance_norm.default,

@@ -8,39 +8,32 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo import dispatch
+from torchhalo.exchange.memory import formatted, formatted_on_cpu
+from torchhalo.exchange.pieces import gather_pieces, scatter_pieces
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import adjoint, exact, forward, reach
 from torchhalo.geometry import Piece, Pieces, Span, Window
-from torchhalo.windowed import (
-    Here,
-    adjoint,
-    exact,
-    formatted,
-    formatted_on_cpu,
-    forward,
-    gather_pieces,
-    reach,
-    scatter_pieces,
-)
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, redistribution
 
 aten = torch.ops.aten
 
 
-@dispatch.register(aten.constant_pad_nd.default, traffic="what changes owner")
-def constant_pad_nd(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.constant_pad_nd.default, traffic="what changes owner")
+def constant_pad_nd(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.constant_pad_nd``: ``1234 -> 0012340``; negative padding crops."""
     input, padding, value = (*args, 0)[:3]
-    (result,) = dispatch.plain_result(op, input, padding, value)
+    (result,) = fake_tensors.plain_result(op, input, padding, value)
     ends = _ends(input.ndim, padding)
     windows = {dim: Window(1, before=before, after=after) for dim, (before, after) in ends.items()}
 
-    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
         rest = [(0, 0) if dim in here.dims else ends.get(dim, (0, 0)) for dim in reversed(range(region.ndim))]
         return aten.constant_pad_nd(region, [end for pair in rest for end in pair], value)
 
     return forward(kernel, input, windows, [result], region=reach, fill=value)[0]
 
 
-@dispatch.register(
+@handlers.register(
     aten.reflection_pad1d.default,
     aten.reflection_pad2d.default,
     aten.reflection_pad3d.default,
@@ -49,19 +42,19 @@ def constant_pad_nd(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, An
     aten.replication_pad3d.default,
     traffic="what changes owner, and the mirrored or repeated edge where it is padded",
 )
-def pad_from_edges(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def pad_from_edges(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of reflection, ``1234 -> 32123432``, and replication, ``1234 -> 11123444``; negative padding crops."""
     input, padding = args
-    (result,) = dispatch.plain_result(op, input, padding)
+    (result,) = fake_tensors.plain_result(op, input, padding)
     relations = _relations(op, input.shape, padding)
 
-    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
         return gather_pieces(region, here, relations)
 
     return forward(kernel, input, relations, [formatted_on_cpu(result, input)], region=exact)[0]
 
 
-@dispatch.register(
+@handlers.register(
     aten.reflection_pad1d_backward.default,
     aten.reflection_pad2d_backward.default,
     aten.reflection_pad3d_backward.default,
@@ -70,20 +63,20 @@ def pad_from_edges(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     aten.replication_pad3d_backward.default,
     traffic="the same of the gradient, on its way back",
 )
-def pad_from_edges_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def pad_from_edges_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of the backward of reflection and replication."""
-    grad, input = dispatch.as_dtensors(_name(op), grad_output=args[0], input=args[1])
-    (result,) = dispatch.plain_result(op, grad, input, args[2])
-    grad = dispatch.redistribute(grad, dispatch.without_partial(input.placements))
+    grad, input = dtensors.as_dtensors(_name(op), grad_output=args[0], input=args[1])
+    (result,) = fake_tensors.plain_result(op, grad, input, args[2])
+    grad = redistribution.redistribute(grad, redistribution.reduced_placements(input.placements))
     relations = _relations(op, input.shape, args[2])
 
-    def kernel(shard: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
         return scatter_pieces(shard, here, relations)
 
     return adjoint(kernel, grad, relations, formatted(result, input), region=exact)
 
 
-def _name(op: dispatch.Op) -> str:
+def _name(op: handlers.Op) -> str:
     return op.name().removeprefix("aten::")
 
 
@@ -92,7 +85,7 @@ def _ends(ndim: int, padding: Sequence[int]) -> dict[int, tuple[int, int]]:
     return {ndim - 1 - i // 2: (padding[i], padding[i + 1]) for i in range(0, len(padding), 2)}
 
 
-def _relations(op: dispatch.Op, shape: Sequence[int], padding: Sequence[int]) -> dict[int, Pieces]:
+def _relations(op: handlers.Op, shape: Sequence[int], padding: Sequence[int]) -> dict[int, Pieces]:
     """Which input each output is a copy of: the middle its own, the ends those beside the edge, or the edge itself."""
     sign, beside = (-1, 1) if "reflection" in op.name() else (0, 0)
     relations = {}

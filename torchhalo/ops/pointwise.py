@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchhalo import dispatch
-from torchhalo.broadcasting import aligned, shared_placements
-from torchhalo.windowed import laid_out
+from torchhalo.exchange.broadcasting import aligned, shared_placements
+from torchhalo.exchange.memory import laid_out
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups
 
 aten = torch.ops.aten
 
@@ -41,29 +41,29 @@ OPS = (
 )
 
 
-@dispatch.register(*(getattr(aten, name).default for name in OPS), traffic="nothing")
-def pointwise(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
+@handlers.register(*(getattr(aten, name).default for name in OPS), traffic="nothing")
+def pointwise(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
     """Handler of ops whose tensors broadcast to the shape of the first result."""
-    given = dispatch.bound(op, args, kwargs)
+    given = handlers.bind(op, args, kwargs)
     places = [place for place, value in enumerate(given) if isinstance(value, torch.Tensor)]
     name = op.overloadpacket.__name__
-    tensors = dispatch.as_dtensors(name, **{f"argument {place}": given[place] for place in places})
+    tensors = dtensors.as_dtensors(name, **{f"argument {place}": given[place] for place in places})
     for place, tensor in zip(places, tensors, strict=True):
         given[place] = tensor
-    results = dispatch.plain_result(op, *given)
+    results = fake_tensors.plain_result(op, *given)
     mesh, shape = tensors[0].device_mesh, results[0].shape
     placements = shared_placements(shape, tensors)
-    if dispatch.coordinate(mesh) is None:
-        outs = [dispatch.local(tensors[0]).new_empty(0, dtype=result.dtype) for result in results]
+    if process_groups.coordinate(mesh) is None:
+        outs = [dtensors.local(tensors[0]).new_empty(0, dtype=result.dtype) for result in results]
     else:
         for place in places:
-            given[place] = dispatch.local(aligned(given[place], placements, shape))
+            given[place] = dtensors.local(aligned(given[place], placements, shape))
         out = op(*given)
         outs = list(out) if isinstance(out, tuple) else [out]
     # CUDA's log_sigmoid has a second result, of no elements.
     homes = [placements if result.shape == shape else [Replicate()] * mesh.ndim for result in results]
     wrapped = tuple(
-        dispatch.wrap(laid_out(shard, result), mesh, home, result)
+        dtensors.wrap(laid_out(shard, result), mesh, home, result)
         for shard, result, home in zip(outs, results, homes, strict=True)
     )
     return wrapped if len(wrapped) > 1 else wrapped[0]

@@ -16,17 +16,20 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.addressed import moved
-from torchhalo.exchange import anchor
+from torchhalo.exchange.addressed import moved
+from torchhalo.exchange.memory import memory_format
+from torchhalo.exchange.parts import Pads
+from torchhalo.exchange.relayout import relayout
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Relation, Span, Window
-from torchhalo.relayout import relayout
-from torchhalo.windowed import Here, Pads, adjoint, forward, memory_format, reach
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, redistribution, tracing
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
 
-def spatial(op: dispatch.Op) -> int:
+def spatial(op: handlers.Op) -> int:
     """How many dims, the last ones, a pool goes along."""
     return 3 if "3d" in str(op) else 2
 
@@ -53,7 +56,7 @@ class Pool(NamedTuple):
         parameters = zip(self.kernel, self.stride, self.padding, self.padding, self.dilation, strict=True)
         return {ndim - len(self.kernel) + i: Window(*each) for i, each in enumerate(parameters)}
 
-    def within(self, here: Here, ndim: int) -> Pool:
+    def within(self, here: Task, ndim: int) -> Pool:
         """The pool of a region, which along sharded dims holds the padding already or wants another."""
         own = dict(zip(here.dims, here.padding or [0] * len(here.dims), strict=True))
         first = ndim - len(self.kernel)
@@ -76,31 +79,31 @@ def summed(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def let_torch_object(op: dispatch.Op, input: DTensor) -> None:
+def let_torch_object(op: handlers.Op, input: DTensor) -> None:
     """Let the smallest plain pool object to a dtype: only torch's kernels check it, and a rank may have nothing to pool."""
-    if input.dtype not in (torch.float32, torch.float64) and not dispatch.tracing():
+    if input.dtype not in (torch.float32, torch.float64) and not tracing.is_tracing():
         _smallest(op, input.ndim, input.dtype, input.device.type)
 
 
 @lru_cache(maxsize=256)
-def _smallest(op: dispatch.Op, ndim: int, dtype: torch.dtype, device: str) -> None:
+def _smallest(op: handlers.Op, ndim: int, dtype: torch.dtype, device: str) -> None:
     op(torch.ones([1] * ndim, dtype=dtype, device=device), [1] * spatial(op))
 
 
 # Maximum.
 
 
-@dispatch.register(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, traffic="the halo of the input")
-def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+@handlers.register(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, traffic="the halo of the input")
+def max_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.max_pool2d_with_indices`` and its like; the indices are those into the whole tensor."""
-    input, *parameters = dispatch.bound(op, args, kwargs)
+    input, *parameters = handlers.bind(op, args, kwargs)
     pool = Pool.of(spatial(op), *parameters)
     let_torch_object(op, input)
-    results = dispatch.plain_result(op, input, *pool)
+    results = fake_tensors.plain_result(op, input, *pool)
     windows = pool.windows(input.ndim)
     sizes = [input.shape[dim] for dim in windows]
 
-    def kernel(region: torch.Tensor, here: Here) -> tuple[torch.Tensor, ...]:
+    def kernel(region: torch.Tensor, here: Task) -> tuple[torch.Tensor, ...]:
         if not region.numel():
             return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
         values, indices = op(region, *pool.within(here, region.ndim))
@@ -120,15 +123,15 @@ def max_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return forward(kernel, input, windows, results, region=reach, fill=lowest, pads=pool.pads(input.ndim))
 
 
-@dispatch.register(
+@handlers.register(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
     traffic="the halo of the gradient of the input",
     limits="refuses a dilation that steps over the whole input",
 )
-def max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def max_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.max_pool2d_with_indices_backward`` and its like."""
-    grad, input, *parameters, indices = dispatch.bound(op, args, kwargs)
+    grad, input, *parameters, indices = handlers.bind(op, args, kwargs)
     pool = Pool.of(spatial(op), *parameters)
     windows = pool.windows(input.ndim)
     for dim, window in windows.items():
@@ -137,8 +140,8 @@ def max_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, 
                 f"{op}: a window with dilation (={window.dilation}) may step over all {input.shape[dim]} elements of dim {dim} "
                 "and has no gradient then: pool with a smaller dilation"
             )
-    grad, input, indices = dispatch.as_dtensors(str(op), grad_output=grad, self=input, indices=indices)
-    (result,) = dispatch.plain_result(op, grad, input, *pool, indices)
+    grad, input, indices = dtensors.as_dtensors(str(op), grad_output=grad, self=input, indices=indices)
+    (result,) = fake_tensors.plain_result(op, grad, input, *pool, indices)
     return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result, pool.pads(input.ndim))
 
 
@@ -154,24 +157,24 @@ def first_index(held: Sequence[Span], sizes: Sequence[int]) -> int | None:
 
 def as_pooled(tensor: DTensor, input: DTensor) -> DTensor:
     """``tensor`` sharded as the result of a pool of ``input`` is."""
-    return placed_as(tensor, dispatch.without_partial(input.placements))
+    return placed_as(tensor, redistribution.reduced_placements(input.placements))
 
 
 def placed_as(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """``tensor`` with other placements, none Partial: what changes owner travels."""
-    tensor = dispatch.reduced(tensor)
+    tensor = redistribution.reduce_partial(tensor)
     if tensor.placements == tuple(placements):
         return tensor
-    return relayout(tensor, dispatch.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype), placements)
+    return relayout(tensor, dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype), placements)
 
 
 def to_maxima(
-    grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dispatch.Meta, pads: Pads | None = None
+    grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dtensors.Meta, pads: Pads | None = None
 ) -> DTensor:
     """The gradient of a maximum: to the elements that the indices name, which are among those that the rank read."""
     sizes, lead = [result.shape[dim] for dim in windows], grad.ndim - len(windows)
 
-    def kernel(grad: torch.Tensor, here: Here, indices: torch.Tensor) -> torch.Tensor:
+    def kernel(grad: torch.Tensor, here: Task, indices: torch.Tensor) -> torch.Tensor:
         held = [here.held(dim) for dim in windows]
         if not grad.numel():
             return nothing(grad, held)
@@ -200,7 +203,7 @@ def to_maxima(
 
 def nothing(grad: torch.Tensor, held: Sequence[Span]) -> torch.Tensor:
     """The gradient that an empty shard of ``grad`` gives to what a rank held."""
-    return anchor(grad.new_zeros(*grad.shape[: -len(held)], *(span.size for span in held)), grad)
+    return depend_on(grad.new_zeros(*grad.shape[: -len(held)], *(span.size for span in held)), grad)
 
 
 # Average.
@@ -231,7 +234,7 @@ class Average(NamedTuple):
         pool = self.pool
         return pool.kernel, pool.stride, pool.padding, pool.ceil_mode, self.include_pad, self.divisor
 
-    def sums(self, here: Here, ndim: int, divisor: int | None) -> tuple[Any, ...]:
+    def sums(self, here: Task, ndim: int, divisor: int | None) -> tuple[Any, ...]:
         """The same for a region, and for sums if there is no one divisor."""
         return self._replace(pool=self.pool.within(here, ndim), divisor=divisor or 1).spread()
 
@@ -246,7 +249,7 @@ class Average(NamedTuple):
         )
         return prod(self.pool.kernel) if self.divisor is None and whole else self.divisor
 
-    def counts(self, windows: Mapping[int, Window], input: Sequence[int], here: Here, device: Any) -> dict[int, torch.Tensor]:
+    def counts(self, windows: Mapping[int, Window], input: Sequence[int], here: Task, device: Any) -> dict[int, torch.Tensor]:
         """For each dim, how many elements count in the windows of the rank's outputs."""
         counts = {}
         for dim, window in windows.items():
@@ -256,17 +259,17 @@ class Average(NamedTuple):
         return counts
 
 
-@dispatch.register(aten.avg_pool2d.default, aten.avg_pool3d.default, traffic="the halo of the input")
-def avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.avg_pool2d.default, aten.avg_pool3d.default, traffic="the halo of the input")
+def avg_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.avg_pool2d`` and its like."""
-    input, *parameters = dispatch.bound(op, args, kwargs)
+    input, *parameters = handlers.bind(op, args, kwargs)
     average = Average.of(spatial(op), *parameters)
     let_torch_object(op, input)
-    (result,) = dispatch.plain_result(op, input, *average.spread())
+    (result,) = fake_tensors.plain_result(op, input, *average.spread())
     windows = average.pool.windows(input.ndim)
     divisor = average.common_divisor(windows, input.shape, result.shape)
 
-    def kernel(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
         if not region.numel():
             return region.new_empty(here.outputs.shape)
         arguments = average.sums(here, region.ndim, divisor)
@@ -278,20 +281,20 @@ def avg_pool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return forward(kernel, input, windows, [result], region=reach, pads=average.pool.pads(input.ndim))[0]
 
 
-@dispatch.register(
+@handlers.register(
     aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, traffic="the halo of the gradient of the input"
 )
-def avg_pool_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.avg_pool2d_backward`` and its like."""
-    grad, input, *parameters = dispatch.bound(op, args, kwargs)
-    grad, input = dispatch.as_dtensors(str(op), grad_output=grad, self=input)
+    grad, input, *parameters = handlers.bind(op, args, kwargs)
+    grad, input = dtensors.as_dtensors(str(op), grad_output=grad, self=input)
     average = Average.of(spatial(op), *parameters)
-    (result,) = dispatch.plain_result(op, grad, input, *average.spread())
+    (result,) = fake_tensors.plain_result(op, grad, input, *average.spread())
     windows = average.pool.windows(input.ndim)
     divisor = average.common_divisor(windows, input.shape, grad.shape)
     format = memory_format(result.shape, result.stride)
 
-    def kernel(grad: torch.Tensor, here: Here) -> torch.Tensor:
+    def kernel(grad: torch.Tensor, here: Task) -> torch.Tensor:
         held = {dim: here.held(dim) for dim in windows}
         if not grad.numel():
             return nothing(grad, list(held.values()))
@@ -322,7 +325,7 @@ def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format
 # Composites.
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.max_pool1d.default,
     aten.max_pool2d.default,

@@ -22,11 +22,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.broadcasting import aligned
+from torchhalo.exchange.broadcasting import aligned
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import laid_out
 from torchhalo.geometry import Box, Span
-from torchhalo.layout import layout
-from torchhalo.windowed import laid_out
+from torchhalo.torch_internals import (
+    collectives,
+    dtensors,
+    fake_tensors,
+    handlers,
+    process_groups,
+    redistribution,
+    simulation,
+    tracing,
+)
 
 aten = torch.ops.aten
 
@@ -118,7 +127,7 @@ def _bits(box: Box, shape: Sequence[int], seed: torch.Tensor) -> Bits:
 
 def _slices(box: Box, most: int) -> Iterator[Box]:
     """``box`` in parts of ``most`` elements or less; whole under torch.compile, which fuses what comes between."""
-    if box.size <= most or dispatch.tracing():
+    if box.size <= most or tracing.is_tracing():
         yield box
         return
     dim = max(range(len(box.spans)), key=lambda dim: box.spans[dim].size)
@@ -132,24 +141,24 @@ def _slices(box: Box, most: int) -> Iterator[Box]:
 _draws: dict[DeviceMesh, int] = {}
 
 
-def _seed(op: dispatch.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+def _seed(op: handlers.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     """The seed of one draw, on ``device``. Ranks outside the mesh draw one too, so that their generators keep step."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if generator is not None:
-        seed = dispatch.once(lambda: torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+        seed = simulation.without_modes(lambda: torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     else:
         # A CUDA graph would replay a number of the CPU for ever; the generator of the device knows of graphs.
         seed = torch.randint(2**63 - 1, (), device=device if capturing else "cpu")
     moved = seed if seed.device.type == device.type else aten._to_copy(seed, device=device, non_blocking=True)
-    if dispatch.coordinate(mesh) is not None and dispatch.concrete(seed) and not capturing:
+    if process_groups.coordinate(mesh) is not None and tracing.has_values(seed) and not capturing:
         _draws[mesh] = _draws.get(mesh, 0) + 1
         if _draws[mesh] % CHECK_EVERY == 1:
             _check(op, mesh, moved)
     return moved
 
 
-def _check(op: dispatch.Op, mesh: DeviceMesh, seed: torch.Tensor) -> None:
-    ends = dispatch.all_reduce(torch.stack([seed, -seed]), mesh, range(mesh.ndim), "max")
+def _check(op: handlers.Op, mesh: DeviceMesh, seed: torch.Tensor) -> None:
+    ends = collectives.all_reduce(torch.stack([seed, -seed]), mesh, range(mesh.ndim), "max")
     highest, lowest = (int(end.item()) for end in ends.unbind())
     if highest != -lowest:
         raise RuntimeError(
@@ -159,7 +168,7 @@ def _check(op: dispatch.Op, mesh: DeviceMesh, seed: torch.Tensor) -> None:
         )
 
 
-def _name(op: dispatch.Op) -> str:
+def _name(op: handlers.Op) -> str:
     return op.overloadpacket.__name__
 
 
@@ -245,13 +254,13 @@ def _largest(dtype: torch.dtype) -> int:
 Draw = Callable[..., torch.Tensor]
 
 
-def _overloads(*names: str) -> list[dispatch.Op]:
+def _overloads(*names: str) -> list[handlers.Op]:
     """Those of the named overloads, such as ``rand_like.generator``, that this torch has."""
     pairs = (name.split(".") for name in names)
     return [getattr(getattr(aten, op), overload) for op, overload in pairs if overload in getattr(aten, op).overloads()]
 
 
-FILLS: dict[dispatch.Op, Draw] = {
+FILLS: dict[handlers.Op, Draw] = {
     aten.bernoulli_.float: _bernoulli,
     aten.bernoulli_.Tensor: _bernoulli,
     aten.uniform_.default: _uniform,
@@ -264,7 +273,7 @@ FILLS: dict[dispatch.Op, Draw] = {
     aten.random_.to: _below,
     getattr(aten.random_, "from"): _integer,
 }
-LIKES: dict[dispatch.Op, Draw] = {
+LIKES: dict[handlers.Op, Draw] = {
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli.Tensor: _bernoulli,
     aten.uniform.default: _uniform,
@@ -285,80 +294,80 @@ TRAFFIC = "nothing, but two numbers now and again to see that all ranks draw ali
 LIMITS = "not the numbers of plain torch; the ranks must be seeded alike"
 
 
-@dispatch.register(*FILLS, traffic=TRAFFIC, limits=LIMITS)
-def fill(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(*FILLS, traffic=TRAFFIC, limits=LIMITS)
+def fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the ops that fill a tensor with random numbers."""
     if _torch_stream:
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     tensor, *parameters = _positional(op, args, kwargs)
     _object(op, tensor.dtype, parameters)
-    _drawn(op, FILLS[op], tensor, tensor.placements, tensor.dtype, parameters, kwargs, out=dispatch.local(tensor))
+    _drawn(op, FILLS[op], tensor, tensor.placements, tensor.dtype, parameters, kwargs, out=dtensors.local(tensor))
     return tensor
 
 
-@dispatch.register(*LIKES, traffic=TRAFFIC, limits=LIMITS)
-def like(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(*LIKES, traffic=TRAFFIC, limits=LIMITS)
+def like(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the ops that make a tensor of random numbers like another one."""
     if _torch_stream:
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     tensor, *parameters = _positional(op, args, kwargs)
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "memory_format")}
-    (result,) = dispatch.plain_result(aten.empty_like.default, tensor, **options)
+    (result,) = fake_tensors.plain_result(aten.empty_like.default, tensor, **options)
     _object(op, result.dtype, parameters)
-    placements = dispatch.without_partial(tensor.placements)
+    placements = redistribution.reduced_placements(tensor.placements)
     shard = _drawn(op, LIKES[op], tensor, placements, result.dtype, parameters, kwargs)
-    return dispatch.wrap(laid_out(shard, result), tensor.device_mesh, placements, result)
+    return dtensors.wrap(laid_out(shard, result), tensor.device_mesh, placements, result)
 
 
-@dispatch.register(aten.bernoulli.default, traffic=TRAFFIC, limits=LIMITS)
-def bernoulli(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.bernoulli.default, traffic=TRAFFIC, limits=LIMITS)
+def bernoulli(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``torch.bernoulli``, whose input holds the probabilities."""
     if _torch_stream:
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     return aten.bernoulli.Tensor(args[0], args[0], **kwargs)
 
 
-@dispatch.register(
+@handlers.register(
     aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, traffic=TRAFFIC, limits=LIMITS
 )
-def normal(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def normal(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``torch.normal`` with tensors for mean, standard deviation, or both."""
     if _torch_stream:
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     mean, std = _positional(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, mean, std)
+    (result,) = fake_tensors.plain_result(op, mean, std)
     both = mean + std  # sharded and shaped as the result is to be
     return (aten.normal_functional.default(both, **kwargs) * std + mean).to(result.dtype)
 
 
-@dispatch.register(aten.native_dropout.default, traffic=TRAFFIC, limits=LIMITS)
-def native_dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.native_dropout.default, traffic=TRAFFIC, limits=LIMITS)
+def native_dropout(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.native_dropout``, which CUDA tensors take; a Partial input stays one, as dropout is linear."""
     if _torch_stream:
-        return dispatch.stock(op, args, kwargs)
-    input, p, train = dispatch.bound(op, args, kwargs)
-    result, mask = dispatch.plain_result(op, input, p, train)
+        return handlers.stock(op, args, kwargs)
+    input, p, train = handlers.bind(op, args, kwargs)
+    result, mask = fake_tensors.plain_result(op, input, p, train)
     mesh = input.device_mesh
-    placements = dispatch.without_partial(input.placements)
+    placements = redistribution.reduced_placements(input.placements)
     if train is False:
-        kept = torch.ones_like(dispatch.local(input), dtype=torch.bool)
+        kept = torch.ones_like(dtensors.local(input), dtype=torch.bool)
     else:
         _object(aten.bernoulli_.float, torch.float32, [p])
         kept = _drawn(op, _bernoulli, input, placements, torch.bool, [1 - p], kwargs)
     kept = laid_out(kept, mask)
     scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
-    out = dispatch.local(input) * kept * scale
-    return dispatch.wrap(laid_out(out, result), mesh, input.placements, result), dispatch.wrap(kept, mesh, placements, mask)
+    out = dtensors.local(input) * kept * scale
+    return dtensors.wrap(laid_out(out, result), mesh, input.placements, result), dtensors.wrap(kept, mesh, placements, mask)
 
 
-@dispatch.register(aten.dropout.default, traffic=TRAFFIC, limits=LIMITS)
-def dropout(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.dropout.default, traffic=TRAFFIC, limits=LIMITS)
+def dropout(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.dropout``, which `torch.inference_mode` leaves undecomposed."""
-    input, p, train = dispatch.bound(op, args, kwargs)
+    input, p, train = handlers.bind(op, args, kwargs)
     return aten.native_dropout.default(input, p, True)[0] if train else input.clone()
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.dropout_.default,
     aten.alpha_dropout.default,
@@ -372,28 +381,28 @@ dispatch.register_composites(
 )
 
 
-def _positional(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _positional(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The positional arguments of ``op``, defaults filled in; tensors as DTensors."""
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    found = dict(zip(names, dispatch.bound(op, args, kwargs), strict=False))
+    found = dict(zip(names, handlers.bind(op, args, kwargs), strict=False))
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return [*(found | dict(zip(tensors, dispatch.as_dtensors(_name(op), **tensors), strict=True))).values()]
+    return [*(found | dict(zip(tensors, dtensors.as_dtensors(_name(op), **tensors), strict=True))).values()]
 
 
-def _object(op: dispatch.Op, dtype: torch.dtype, parameters: Sequence[Any]) -> None:
+def _object(op: handlers.Op, dtype: torch.dtype, parameters: Sequence[Any]) -> None:
     """Let plain torch object to wrong parameters, with its own words."""
     if not any(isinstance(parameter, torch.Tensor) for parameter in parameters):
         _try(op, dtype, *parameters)
 
 
 @lru_cache(maxsize=256)
-def _try(op: dispatch.Op, dtype: torch.dtype, *parameters: float) -> None:
+def _try(op: handlers.Op, dtype: torch.dtype, *parameters: float) -> None:
     generator = {"generator": None} if "generator" in op._overloadname else {}  # has no default there
-    dispatch.once(lambda: op(torch.empty(0, dtype=dtype), *parameters, **generator))
+    simulation.without_modes(lambda: op(torch.empty(0, dtype=dtype), *parameters, **generator))
 
 
 def _drawn(
-    op: dispatch.Op,
+    op: handlers.Op,
     draw: Draw,
     tensor: DTensor,
     placements: Sequence[Placement],
@@ -408,13 +417,13 @@ def _drawn(
         parameters: Of ``draw``: numbers, or one DTensor that broadcasts to the shape.
         out: Where to put it; a new tensor of ``dtype`` if not given. Of a sum over ranks, the first rank gets all.
     """
-    mesh, shard = tensor.device_mesh, dispatch.local(tensor)
+    mesh, shard = tensor.device_mesh, dtensors.local(tensor)
     seed = _seed(op, mesh, shard.device, kwargs.get("generator"))
-    here = dispatch.coordinate(mesh)
+    here = process_groups.coordinate(mesh)
     if here is None:
         return shard.new_empty(0, dtype=dtype)
     whole = layout(tensor.shape, mesh, placements)
-    others = [dispatch.local(aligned(p, placements, tensor.shape)) if isinstance(p, DTensor) else p for p in parameters]
+    others = [dtensors.local(aligned(p, placements, tensor.shape)) if isinstance(p, DTensor) else p for p in parameters]
     summed = [axis for axis, placement in enumerate(placements) if placement == Partial()]
 
     def kernel(
@@ -430,4 +439,4 @@ def _drawn(
             out[cut].copy_(draw(_bits(part, whole.shape, seed), dtype, *along))
         return out
 
-    return dispatch.per_rank(kernel, shard, out, seed, others, *here)
+    return simulation.per_rank(kernel, shard, out, seed, others, *here)

@@ -18,11 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.exchange import anchor
+from torchhalo.exchange.layout import Layout, layout
+from torchhalo.exchange.memory import canonical, laid_out, memory_format
 from torchhalo.geometry import Box
-from torchhalo.layout import Layout, layout
-from torchhalo.windowed import canonical, laid_out, memory_format
+from torchhalo.torch_internals import (
+    collectives,
+    dtensors,
+    fake_tensors,
+    handlers,
+    process_groups,
+    redistribution,
+    simulation,
+    tracing,
+)
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -70,7 +79,7 @@ class Reduction(NamedTuple):
 
     def gather(self, summary: torch.Tensor) -> torch.Tensor:
         """The summaries of the ranks along ``axes``, stacked along a new first dim, by one collective."""
-        return dispatch.all_gather(summary, self.mesh, self.axes)
+        return collectives.all_gather(summary, self.mesh, self.axes)
 
     def result(self, keepdim: bool) -> list[Placement]:
         """The placements of the result, which is the same along ``axes``."""
@@ -83,21 +92,21 @@ class Reduction(NamedTuple):
             for axis, p in enumerate(self.placements)
         ]
 
-    def shaped(self, shard: torch.Tensor, result: dispatch.Meta, keepdim: bool) -> torch.Tensor:
+    def shaped(self, shard: torch.Tensor, result: dtensors.Meta, keepdim: bool) -> torch.Tensor:
         """This rank's part of the result, computed with the reduced dims kept, as plain torch would give it."""
         shard = shard if keepdim or not self.dims else shard.squeeze(self.dims)
         return laid_out(shard.to(result.dtype), result)
 
-    def wrap(self, shard: torch.Tensor, result: dispatch.Meta, keepdim: bool) -> DTensor:
+    def wrap(self, shard: torch.Tensor, result: dtensors.Meta, keepdim: bool) -> DTensor:
         """The result, of which this rank has computed ``shard`` with the reduced dims kept."""
-        return dispatch.wrap(self.shaped(shard, result, keepdim), self.mesh, self.result(keepdim), result)
+        return dtensors.wrap(self.shaped(shard, result, keepdim), self.mesh, self.result(keepdim), result)
 
 
 def _alone(
-    op: dispatch.Op,
+    op: handlers.Op,
     input: DTensor,
     over: Reduction,
-    results: Sequence[dispatch.Meta],
+    results: Sequence[dtensors.Meta],
     keepdim: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -109,15 +118,15 @@ def _alone(
     def local(shard: torch.Tensor) -> Any:
         return op(shard, *args[1:], **kwargs)
 
-    found = dispatch.per_rank(local, dispatch.local(input))
+    found = simulation.per_rank(local, dtensors.local(input))
     shards = found if isinstance(found, tuple) else (found,)
     places = over.result(keepdim)
-    return tuple(dispatch.wrap(laid_out(s, r), over.mesh, places, r) for s, r in zip(shards, results, strict=True))
+    return tuple(dtensors.wrap(laid_out(s, r), over.mesh, places, r) for s, r in zip(shards, results, strict=True))
 
 
-def named(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of ``op`` by name, defaults filled in."""
-    return dict(zip((arg.name for arg in op._schema.arguments), dispatch.bound(op, args, kwargs), strict=True))
+    return dict(zip((arg.name for arg in op._schema.arguments), handlers.bind(op, args, kwargs), strict=True))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -132,69 +141,69 @@ def total(input: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 def tied(result: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
     """``result``; where it is empty, tied to what was received, as a compiler may drop what only an empty tensor needs."""
-    return result if result.numel() else anchor(result, cause)
+    return result if result.numel() else depend_on(result, cause)
 
 
 # Mean.
 
 
-@dispatch.register(
+@handlers.register(
     aten.mean.default,
     aten.mean.dim,
     traffic="nothing, the result is Partial; but over all dims, or with keepdim, one number per result, reduced",
 )
-def mean(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def mean(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.mean``: sums divided by the global count.
 
     With ``keepdim`` the result is about to meet its input again. There stock DTensor would rather gather a small input than
     add up a Partial factor, and refuses to change a Partial tensor in place; so it is added up here. So is a mean over all
     dims, which is often a loss: then one rank may ask for its ``item()`` alone.
     """
-    (result,) = dispatch.plain_result(op, *args, **kwargs)
+    (result,) = fake_tensors.plain_result(op, *args, **kwargs)
     input, dims, keepdim = (*args, None, False)[:3]
     if not all(p.is_partial("sum") for p in input.placements if p.is_partial()):
-        input = dispatch.reduced(input)
+        input = redistribution.reduce_partial(input)
     over = Reduction.of(input, dims)
     summed = [axis for axis, p in enumerate(input.placements) if axis in over.axes or p.is_partial()]
     at_once = keepdim or not result.shape
     places = [p if axis not in summed else Replicate() if at_once else Partial() for axis, p in enumerate(over.result(keepdim))]
-    if done := dispatch.outside(input, [result], [places]):
+    if done := dtensors.non_member_result(input, [result], [places]):
         return done[0]
-    shard = dispatch.local(input).to(result.dtype) if kwargs.get("dtype") else dispatch.local(input)
+    shard = dtensors.local(input).to(result.dtype) if kwargs.get("dtype") else dtensors.local(input)
     out = total(shard, over.dims) / over.members
-    out = dispatch.all_reduce(out, over.mesh, summed) if at_once else out
-    return dispatch.wrap(over.shaped(out, result, keepdim), over.mesh, places, result)
+    out = collectives.all_reduce(out, over.mesh, summed) if at_once else out
+    return dtensors.wrap(over.shaped(out, result, keepdim), over.mesh, places, result)
 
 
 def _added_up(result: Any, keepdim: bool) -> object:
     """A result that is about to meet its input again, for the reason that `mean` gives."""
-    return dispatch.reduced(result) if keepdim else result
+    return redistribution.reduce_partial(result) if keepdim else result
 
 
-@dispatch.register(
+@handlers.register(
     aten.sum.dim_IntList, traffic="nothing, the result is Partial; but with keepdim one number per result, reduced"
 )
-def sum_along(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def sum_along(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.sum`` along dims; with ``keepdim`` it is also the gradient of what was broadcast."""
-    return _added_up(dispatch.stock(op, args, kwargs), dispatch.bound(op, args, kwargs)[2])
+    return _added_up(handlers.stock(op, args, kwargs), handlers.bind(op, args, kwargs)[2])
 
 
-@dispatch.register(aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
-def div(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
+def div(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the division in the gradient of a mean, which would make one number as large as the whole input.
 
     Along a dim with stride 0 all elements are one; so the quotient is computed once and expanded again.
     """
     input, other = args
     whole = all(isinstance(p, Replicate) for p in input.placements)
-    if not whole or dispatch.coordinate(input.device_mesh) is None:
-        return dispatch.stock(op, args, kwargs)
-    repeated = [size > 1 and stride == 0 for size, stride in zip(input.shape, dispatch.local(input).stride(), strict=True)]
+    if not whole or process_groups.coordinate(input.device_mesh) is None:
+        return handlers.stock(op, args, kwargs)
+    repeated = [size > 1 and stride == 0 for size, stride in zip(input.shape, dtensors.local(input).stride(), strict=True)]
     if not any(repeated):
-        return dispatch.stock(op, args, kwargs)
-    one = dispatch.local(input)[tuple(slice(0, 1) if again else slice(None) for again in repeated)]
+        return handlers.stock(op, args, kwargs)
+    one = dtensors.local(input)[tuple(slice(0, 1) if again else slice(None) for again in repeated)]
     out = op(one, other, **kwargs).expand(input.shape)
-    return dispatch.wrap(out, input.device_mesh, input.placements, dispatch.Meta(tuple(input.shape), out.stride(), out.dtype))
+    return dtensors.wrap(out, input.device_mesh, input.placements, dtensors.Meta(tuple(input.shape), out.stride(), out.dtype))
 
 
 # Variance.
@@ -225,7 +234,7 @@ def products(first: torch.Tensor, second: torch.Tensor, center: torch.Tensor | N
     """
     spatial = tuple(range(2, first.ndim))
     by_channel = spatial and tuple(dims) in (spatial, (0, *spatial)) and first.dtype == second.dtype
-    if not by_channel or first.device.type != "cpu" or not first.numel() or dispatch.traced(first):
+    if not by_channel or first.device.type != "cpu" or not first.numel() or tracing.is_traced(first):
         second = second if center is None else second - center
         return torch.stack([total(first, dims), total(first * second, dims)])
     format = memory_format(second.shape, second.stride())
@@ -263,7 +272,7 @@ def merged(parts: torch.Tensor, counts: Sequence[Any]) -> tuple[torch.Tensor, to
     return center, (squares + count * (means - center).square()).sum(0)
 
 
-@dispatch.register(
+@handlers.register(
     aten.var.correction,
     aten.std.correction,
     aten.var_mean.correction,
@@ -271,17 +280,17 @@ def merged(parts: torch.Tensor, counts: Sequence[Any]) -> tuple[torch.Tensor, to
     traffic="two numbers per result from every rank",
     limits="complex tensors raise",
 )
-def variance(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
+def variance(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
     """Handler of ``var``, ``std``, ``var_mean`` and ``std_mean``."""
     name = op.overloadpacket.__name__
-    results = dispatch.plain_result(op, *args, **kwargs)
-    input, dims, correction, keepdim = dispatch.bound(op, args, kwargs)
+    results = fake_tensors.plain_result(op, *args, **kwargs)
+    input, dims, correction, keepdim = handlers.bind(op, args, kwargs)
     correction = 1 if correction is None else correction
     if input.is_complex():
         raise NotImplementedError(f"{name}: torchhalo has no variance of complex tensors, take that of `real` and `imag`")
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, dims)
-    done = dispatch.outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
+    done = dtensors.non_member_result(input, results, [over.result(keepdim)] * len(results)) or _alone(
         op, input, over, results, keepdim, args, kwargs
     )
     if done is None:
@@ -295,7 +304,7 @@ def variance(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             spread = squares / max(0, over.members - correction)
             return (spread.sqrt() if name.startswith("std") else spread), center
 
-        found = dispatch.per_rank(merge, over.gather(dispatch.per_rank(summary, dispatch.local(input))))
+        found = simulation.per_rank(merge, over.gather(simulation.per_rank(summary, dtensors.local(input))))
         done = tuple(over.wrap(shard, result, keepdim) for shard, result in zip(found, results, strict=False))
     return done if len(results) > 1 else done[0]
 
@@ -304,11 +313,11 @@ def variance(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _again(
-    op: dispatch.Op,
+    op: handlers.Op,
     input: DTensor,
     over: Reduction,
     keepdim: bool,
-    results: Sequence[dispatch.Meta],
+    results: Sequence[dtensors.Meta],
     local: Sequence[Callable[[torch.Tensor, list[int]], torch.Tensor]],
 ) -> tuple[DTensor, ...]:
     """Reduce each rank's part, and then the results of the ranks that have any elements.
@@ -316,7 +325,7 @@ def _again(
     Args:
         local: For each result, the reduction of a plain tensor over dims, which it keeps.
     """
-    if done := dispatch.outside(input, results, [over.result(keepdim)] * len(results)):
+    if done := dtensors.non_member_result(input, results, [over.result(keepdim)] * len(results)):
         return done
     filled = [place for place, count in enumerate(over.counts()) if count]
     dims, dtype = list(over.dims), wide(results[0].dtype)
@@ -332,7 +341,7 @@ def _again(
         parts = parts if len(filled) == len(parts) else parts[filled]
         return tuple(reduce(parts[:, i], [0]).squeeze(0) for i, reduce in enumerate(local))
 
-    found = dispatch.per_rank(merge, over.gather(dispatch.per_rank(summary, dispatch.local(input))))
+    found = simulation.per_rank(merge, over.gather(simulation.per_rank(summary, dtensors.local(input))))
     return tuple(over.wrap(shard, result, keepdim) for shard, result in zip(found, results, strict=True))
 
 
@@ -368,7 +377,7 @@ _LOCAL = {
 }
 
 
-@dispatch.register(
+@handlers.register(
     aten.amax.default,
     aten.amin.default,
     aten.aminmax.default,
@@ -383,29 +392,29 @@ _LOCAL = {
     aten.any.dims,
     traffic="one number per result from every rank",
 )
-def repeated(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
+def repeated(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
     """Handler of reductions that are merged by themselves: largest, smallest, all, any, logarithm of a sum of exponentials."""
-    results = dispatch.plain_result(op, *args, **kwargs)
+    results = fake_tensors.plain_result(op, *args, **kwargs)
     given = named(op, args, kwargs)
     dim = given.get("dim")
-    input = dispatch.reduced(given["self"])
+    input = redistribution.reduce_partial(given["self"])
     over = Reduction.of(input, (dim,) if isinstance(dim, int) else dim)
     local = _LOCAL[op.overloadpacket.__name__]
     done = _again(op, input, over, given.get("keepdim", False), results, local)
     return done if len(results) > 1 else done[0]
 
 
-@dispatch.register(
+@handlers.register(
     aten.linalg_vector_norm.default,
     traffic="nothing, the result is Partial; but with keepdim, or for infinite norms, one number per result from every rank",
 )
-def linalg_vector_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def linalg_vector_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.linalg_vector_norm``, whose infinite norms stock DTensor cannot take of an empty shard."""
-    input, order, dims, keepdim, _ = dispatch.bound(op, args, kwargs)
+    input, order, dims, keepdim, _ = handlers.bind(op, args, kwargs)
     if abs(order) != inf:
-        return _added_up(dispatch.stock(op, args, kwargs), keepdim)
-    results = dispatch.plain_result(op, *args, **kwargs)
-    input = dispatch.reduced(input)
+        return _added_up(handlers.stock(op, args, kwargs), keepdim)
+    results = fake_tensors.plain_result(op, *args, **kwargs)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, dims)
 
     def norm(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -417,20 +426,20 @@ def linalg_vector_norm(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str,
 # Where the largest and smallest are.
 
 
-@dispatch.register(
+@handlers.register(
     aten.max.dim,
     aten.min.dim,
     aten.argmax.default,
     aten.argmin.default,
     traffic="one number per result from every rank, and where it is",
 )
-def located(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
+def located(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
     """Handler of those that say where; the index is the global one, and of equals the first wins, also across ranks."""
-    results = dispatch.plain_result(op, *args, **kwargs)
-    input, dim, keepdim = dispatch.bound(op, args, kwargs)
-    input = dispatch.reduced(input)
+    results = fake_tensors.plain_result(op, *args, **kwargs)
+    input, dim, keepdim = handlers.bind(op, args, kwargs)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, None if dim is None else (dim,))
-    done = dispatch.outside(input, results, [over.result(keepdim)] * len(results)) or _alone(
+    done = dtensors.non_member_result(input, results, [over.result(keepdim)] * len(results)) or _alone(
         op, input, over, results, keepdim, args, kwargs
     )
     if done is None:
@@ -473,9 +482,9 @@ def _located(input: DTensor, over: Reduction, largest: bool) -> tuple[torch.Tens
         same = (values == best) | values.isnan()
         return best.squeeze(0), torch.where(same, indices, torch.iinfo(torch.int64).max).amin(0)
 
-    shard = dispatch.local(input)
-    parts = over.gather(dispatch.per_rank(summary, shard, dispatch.coordinate(over.mesh)))
-    return dispatch.per_rank(merge, parts, shard)
+    shard = dtensors.local(input)
+    parts = over.gather(simulation.per_rank(summary, shard, process_groups.coordinate(over.mesh)))
+    return simulation.per_rank(merge, parts, shard)
 
 
 def _global_index(index: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
@@ -489,35 +498,35 @@ def _global_index(index: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.
     return found
 
 
-@dispatch.register(aten.scatter.src, traffic="as stock DTensor")
-def scatter(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@handlers.register(aten.scatter.src, traffic="as stock DTensor")
+def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.scatter``, to which torch 2.11 gives plain zeros in the gradient of ``max.dim``."""
-    arguments = dispatch.bound(op, args, kwargs)
+    arguments = handlers.bind(op, args, kwargs)
     input, index = arguments[0], arguments[2]
     if not isinstance(input, DTensor):
-        arguments[0] = dispatch.replicated(input, index.device_mesh)
-    return dispatch.stock(op, tuple(arguments), {})
+        arguments[0] = dtensors.replicated(input, index.device_mesh)
+    return handlers.stock(op, tuple(arguments), {})
 
 
 # Softmax.
 
 
-@dispatch.register(
+@handlers.register(
     aten._softmax.default,
     aten._log_softmax.default,
     traffic="two numbers per row from every rank; nothing if the dim is not sharded",
 )
-def softmax(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def softmax(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``softmax`` and ``log_softmax``."""
-    (result,) = dispatch.plain_result(op, *args, **kwargs)
+    (result,) = fake_tensors.plain_result(op, *args, **kwargs)
     input, dim, half_to_float = args
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     over = Reduction.of(input, (dim,))
-    if done := dispatch.outside(input, [result], [input.placements]):
+    if done := dtensors.non_member_result(input, [result], [input.placements]):
         return done[0]
-    shard = dispatch.local(input)
+    shard = dtensors.local(input)
     if not over.axes:
-        return dispatch.wrap(laid_out(op(shard, dim, half_to_float), result), over.mesh, input.placements, result)
+        return dtensors.wrap(laid_out(op(shard, dim, half_to_float), result), over.mesh, input.placements, result)
 
     def summary(shard: torch.Tensor) -> torch.Tensor:
         if not shard.shape[dim]:
@@ -536,28 +545,28 @@ def softmax(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         out = rest.exp_().div_(norm) if op is aten._softmax.default else rest.sub_(norm.log())
         return tied(laid_out(out.to(result.dtype), result), parts)
 
-    parts = over.gather(dispatch.per_rank(summary, shard))
-    return dispatch.wrap(dispatch.per_rank(finish, parts, shard), over.mesh, input.placements, result)
+    parts = over.gather(simulation.per_rank(summary, shard))
+    return dtensors.wrap(simulation.per_rank(finish, parts, shard), over.mesh, input.placements, result)
 
 
-@dispatch.register(
+@handlers.register(
     aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
     traffic="one number per row, reduced; nothing if the dim is not sharded",
 )
-def softmax_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def softmax_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of their gradients."""
-    (result,) = dispatch.plain_result(op, *args, **kwargs)
+    (result,) = fake_tensors.plain_result(op, *args, **kwargs)
     grad, output, dim, dtype = args
-    grad, output = dispatch.as_dtensors(op.overloadpacket.__name__, grad_output=grad, output=output)
-    output = dispatch.reduced(output)
-    grad = dispatch.redistribute(grad, output.placements)
+    grad, output = dtensors.as_dtensors(op.overloadpacket.__name__, grad_output=grad, output=output)
+    output = redistribution.reduce_partial(output)
+    grad = redistribution.redistribute(grad, output.placements)
     over = Reduction.of(output, (dim,))
-    if done := dispatch.outside(output, [result], [output.placements]):
+    if done := dtensors.non_member_result(output, [result], [output.placements]):
         return done[0]
     if not over.axes:
-        out = op(dispatch.local(grad), dispatch.local(output), dim, dtype)
-        return dispatch.wrap(laid_out(out, result), over.mesh, output.placements, result)
+        out = op(dtensors.local(grad), dtensors.local(output), dim, dtype)
+        return dtensors.wrap(laid_out(out, result), over.mesh, output.placements, result)
 
     def summary(grad: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         grad = grad.to(wide(grad.dtype))
@@ -570,23 +579,23 @@ def softmax_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, A
             out = torch.addcmul(grad, output.to(sums.dtype).exp(), sums, value=-1)
         return tied(laid_out(out.to(result.dtype), result), sums)
 
-    shards = dispatch.local(grad), dispatch.local(output)
-    sums = dispatch.all_reduce(dispatch.per_rank(summary, *shards), over.mesh, over.axes)
-    return dispatch.wrap(dispatch.per_rank(finish, sums, *shards), over.mesh, output.placements, result)
+    shards = dtensors.local(grad), dtensors.local(output)
+    sums = collectives.all_reduce(simulation.per_rank(summary, *shards), over.mesh, over.axes)
+    return dtensors.wrap(simulation.per_rank(finish, sums, *shards), over.mesh, output.placements, result)
 
 
 # Sums and products so far.
 
 
-@dispatch.register(
+@handlers.register(
     aten.cumsum.default, aten.cumprod.default, traffic="the total of every rank; nothing if the dim is not sharded"
 )
-def scan(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def scan(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``cumsum`` and ``cumprod``: those of the rank's own part, with the totals of the ranks before it."""
-    (result,) = dispatch.plain_result(op, *args, **kwargs)
-    input, dim = dispatch.reduced(args[0]), args[1]
+    (result,) = fake_tensors.plain_result(op, *args, **kwargs)
+    input, dim = redistribution.reduce_partial(args[0]), args[1]
     over = Reduction.of(input, (dim,))
-    if done := dispatch.outside(input, [result], [input.placements]):
+    if done := dtensors.non_member_result(input, [result], [input.placements]):
         return done[0]
     dtype = wide(result.dtype)
     reduce, join = (torch.sum, torch.add) if op is aten.cumsum.default else (torch.prod, torch.mul)
@@ -598,24 +607,24 @@ def scan(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
         out = op(shard, dim, dtype=dtype)
         if parts is not None:
             before = parts[: over.layout.part(over.dims[0], coordinate)]
-            out = tied(join(out, reduce(before, 0)), parts) if len(before) else anchor(out, parts)
+            out = tied(join(out, reduce(before, 0)), parts) if len(before) else depend_on(out, parts)
         return laid_out(out.to(result.dtype), result)
 
-    shard = dispatch.local(input)
-    parts = over.gather(dispatch.per_rank(totals, shard)) if over.axes else None
-    out = dispatch.per_rank(finish, parts, shard, dispatch.coordinate(over.mesh))
-    return dispatch.wrap(out, over.mesh, input.placements, result)
+    shard = dtensors.local(input)
+    parts = over.gather(simulation.per_rank(totals, shard)) if over.axes else None
+    out = simulation.per_rank(finish, parts, shard, process_groups.coordinate(over.mesh))
+    return dtensors.wrap(out, over.mesh, input.placements, result)
 
 
-@dispatch.register(aten.cumsum_.default, aten.cumprod_.default, traffic="as cumsum")
-def scan_(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.cumsum_.default, aten.cumprod_.default, traffic="as cumsum")
+def scan_(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of their variants in place."""
     out = aten.cumsum if op is aten.cumsum_.default else aten.cumprod
     return args[0].copy_(out.default(*args, **kwargs))
 
 
 # Stock DTensor would gather for these.
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.softmax.int,
     aten.log_softmax.int,

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo import dispatch
-from torchhalo.exchange import anchor
-from torchhalo.windowed import laid_out
+from torchhalo.exchange.memory import laid_out
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -50,99 +50,99 @@ def _column(roles: Sequence[Role], name: str) -> list[Placement]:
     return [getattr(role, name) for role in roles]
 
 
-@dispatch.register(
+@handlers.register(
     aten.grid_sampler_2d.default,
     aten.grid_sampler_3d.default,
     aten.cudnn_grid_sampler.default,
     traffic="the input, where it is sharded in space",
     limits=LIMITS,
 )
-def grid_sampler(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def grid_sampler(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.grid_sampler_2d`` and its kin."""
-    first, second, *rest = dispatch.bound(op, args, kwargs)
-    input, grid = dispatch.as_dtensors("grid_sample", input=first, grid=second)
-    (result,) = dispatch.plain_result(op, input, grid, *rest)
+    first, second, *rest = handlers.bind(op, args, kwargs)
+    input, grid = dtensors.as_dtensors("grid_sample", input=first, grid=second)
+    (result,) = fake_tensors.plain_result(op, input, grid, *rest)
     mesh, roles = input.device_mesh, _roles(input, grid)
     placements = _column(roles, "output")
-    if done := dispatch.outside(input, [result], [placements]):
+    if done := dtensors.non_member_result(input, [result], [placements]):
         return done[0]
-    input = dispatch.redistribute(input, _column(roles, "input"), op=op)
-    grid = dispatch.redistribute(grid, _column(roles, "grid"))
+    input = redistribution.redistribute(input, _column(roles, "input"), op=op)
+    grid = redistribution.redistribute(grid, _column(roles, "grid"))
 
     def on_rank(input: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         shape = *input.shape[:2], *grid.shape[1:-1]
-        return op(input, grid, *rest) if 0 not in shape else anchor(input.new_zeros(shape), input)
+        return op(input, grid, *rest) if 0 not in shape else depend_on(input.new_zeros(shape), input)
 
-    out = dispatch.per_rank(on_rank, dispatch.local(input), dispatch.local(grid))
-    return dispatch.wrap(laid_out(out, result), mesh, placements, result)
+    out = simulation.per_rank(on_rank, dtensors.local(input), dtensors.local(grid))
+    return dtensors.wrap(laid_out(out, result), mesh, placements, result)
 
 
-@dispatch.register(
+@handlers.register(
     aten.grid_sampler_2d_backward.default,
     aten.grid_sampler_3d_backward.default,
     aten.cudnn_grid_sampler_backward.default,
     traffic="the input and its gradient, where it is sharded in space",
     limits=LIMITS,
 )
-def grid_sampler_backward(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
+def grid_sampler_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.grid_sampler_2d_backward`` and its kin."""
-    first, second, third, *rest = dispatch.bound(op, args, kwargs)
+    first, second, third, *rest = handlers.bind(op, args, kwargs)
     last = op is aten.cudnn_grid_sampler_backward.default  # there the gradient comes last
     tensors = (third, first, second) if last else (first, second, third)
-    grad, input, grid = dispatch.as_dtensors("grid_sample backward", grad_output=tensors[0], input=tensors[1], grid=tensors[2])
-    results = dispatch.plain_result(op, *((input, grid, grad) if last else (grad, input, grid)), *rest)
+    grad, input, grid = dtensors.as_dtensors("grid_sample backward", grad_output=tensors[0], input=tensors[1], grid=tensors[2])
+    results = fake_tensors.plain_result(op, *((input, grid, grad) if last else (grad, input, grid)), *rest)
     mesh, roles = input.device_mesh, _roles(input, grid)
     homes = [input.placements, grid.placements]
     found = [_column(roles, "grad_input"), _column(roles, "grad_grid")]
-    if dispatch.coordinate(mesh) is None:
-        nothing = dispatch.local(input).new_empty(0)
+    if process_groups.coordinate(mesh) is None:
+        nothing = dtensors.local(input).new_empty(0)
         return tuple(
-            None if meta is None else dispatch.wrap(nothing, mesh, dispatch.without_partial(home), meta)
+            None if meta is None else dtensors.wrap(nothing, mesh, redistribution.reduced_placements(home), meta)
             for meta, home in zip(results, homes, strict=True)
         )
-    grad = dispatch.redistribute(grad, _column(roles, "output"))
-    input = dispatch.redistribute(input, _column(roles, "input"), op=op)
-    grid = dispatch.redistribute(grid, _column(roles, "grid"))
+    grad = redistribution.redistribute(grad, _column(roles, "output"))
+    input = redistribution.redistribute(input, _column(roles, "input"), op=op)
+    grid = redistribution.redistribute(grid, _column(roles, "grid"))
 
     def on_rank(grad: torch.Tensor, input: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not grad.numel() or not input.numel():
-            empty = anchor(torch.zeros_like(input), grad), anchor(torch.zeros_like(grid), grad)
+            empty = depend_on(torch.zeros_like(input), grad), depend_on(torch.zeros_like(grid), grad)
             return tuple(t for t, meta in zip(empty, results, strict=True) if meta is not None)
         grads = op(*((input, grid, grad) if last else (grad, input, grid)), *rest)
         return tuple(t for t, meta in zip(grads, results, strict=True) if meta is not None)
 
-    shards = iter(dispatch.per_rank(on_rank, dispatch.local(grad), dispatch.local(input), dispatch.local(grid)))
+    shards = iter(simulation.per_rank(on_rank, dtensors.local(grad), dtensors.local(input), dtensors.local(grid)))
     out: list[DTensor | None] = []
     for meta, placements, home in zip(results, found, homes, strict=True):
         if meta is None:
             out.append(None)
             continue
-        wrapped = dispatch.wrap(laid_out(next(shards), meta), mesh, placements, meta)
-        out.append(dispatch.redistribute(wrapped, dispatch.without_partial(home)))
+        wrapped = dtensors.wrap(laid_out(next(shards), meta), mesh, placements, meta)
+        out.append(redistribution.redistribute(wrapped, redistribution.reduced_placements(home)))
     return tuple(out)
 
 
-dispatch.register_composites(
+handlers.register_composites(
     __name__, aten.grid_sampler.default, traffic="the input, where it is sharded in space", limits=LIMITS
 )
 
 
-@dispatch.register(
+@handlers.register(
     aten.affine_grid_generator.default,
     traffic="nothing",
     limits="the grid is sharded along the batch or not at all; torch makes the gradient of theta from plain tensors, which "
     "wants torch.distributed.tensor.experimental.implicit_replication",
 )
-def affine_grid_generator(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def affine_grid_generator(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.affine_grid_generator``."""
-    theta, size, corners = dispatch.bound(op, args, kwargs)
-    (result,) = dispatch.plain_result(op, theta, size, corners)
-    theta = dispatch.redistribute(theta, [p if p == Shard(0) else Replicate() for p in theta.placements])
+    theta, size, corners = handlers.bind(op, args, kwargs)
+    (result,) = fake_tensors.plain_result(op, theta, size, corners)
+    theta = redistribution.redistribute(theta, [p if p == Shard(0) else Replicate() for p in theta.placements])
 
     def on_rank(theta: torch.Tensor) -> torch.Tensor:
         if not theta.numel():
             return theta.new_empty(0, *result.shape[1:])
         return op(theta, [theta.shape[0], *size[1:]], corners)
 
-    out = dispatch.per_rank(on_rank, dispatch.local(theta))
-    return dispatch.wrap(out, theta.device_mesh, theta.placements, result)
+    out = simulation.per_rank(on_rank, dtensors.local(theta))
+    return dtensors.wrap(out, theta.device_mesh, theta.placements, result)

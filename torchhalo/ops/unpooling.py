@@ -7,28 +7,29 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchhalo import addressed, dispatch
-from torchhalo.addressed import Addresses
-from torchhalo.layout import layout
+from torchhalo.exchange import addressed
+from torchhalo.exchange.addressed import Addresses
+from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import laid_out
 from torchhalo.ops.pooling import as_pooled, placed_as, spatial
-from torchhalo.windowed import laid_out
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 
 aten = torch.ops.aten
 
 
-@dispatch.register(
+@handlers.register(
     aten.max_unpool2d.default,
     aten.max_unpool3d.default,
     traffic="the values whose place is on another rank, with their indices",
     limits="along a sharded dim the host waits for the indices and torch.compile refuses; of values with one index any is kept",
 )
-def max_unpool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def max_unpool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.max_unpool2d`` and its like: each value goes to the rank that owns the element of its index."""
-    input, indices = dispatch.as_dtensors(str(op), self=args[0], indices=args[1])
-    rest = dispatch.bound(op, args, kwargs)[2:]
-    (result,) = dispatch.plain_result(op, input, indices, *rest)
+    input, indices = dtensors.as_dtensors(str(op), self=args[0], indices=args[1])
+    rest = handlers.bind(op, args, kwargs)[2:]
+    (result,) = fake_tensors.plain_result(op, input, indices, *rest)
     indices = as_pooled(indices, input)
-    input = dispatch.reduced(input)
+    input = redistribution.reduce_partial(input)
     mesh, placements = input.device_mesh, input.placements
     dims = tuple(range(input.ndim - spatial(op), input.ndim))
     addresses = Addresses(layout(result.shape, mesh, placements), dims)
@@ -38,36 +39,36 @@ def max_unpool(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return values.new_empty(addresses.layout.owned(coordinate).shape)
         return op(values, indices, *rest)
 
-    shards = dispatch.local(input), dispatch.local(indices)
-    if dispatch.coordinate(mesh) is None:
+    shards = dtensors.local(input), dtensors.local(indices)
+    if process_groups.coordinate(mesh) is None:
         out = shards[0].new_empty(0)
     elif not addresses.axes:
-        out = dispatch.per_rank(kernel, *shards, dispatch.coordinate(mesh))
+        out = simulation.per_rank(kernel, *shards, process_groups.coordinate(mesh))
     else:
         size = "x".join(str(result.shape[dim]) for dim in dims)
         out = addressed.scatter(
             *shards, addresses, mesh, f"Found an invalid max index: {{}} (output volumes are of size {size})"
         )
-    return dispatch.wrap(laid_out(out, result), mesh, placements, result)
+    return dtensors.wrap(laid_out(out, result), mesh, placements, result)
 
 
-@dispatch.register(
+@handlers.register(
     aten.gather.default,
     traffic="nothing along a dim that is not sharded, else indices to the owners of what they name, and that back",
     limits="along a sharded dim the host waits for the indices and torch.compile refuses; its gradient is DTensor's own",
 )
-def gather(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def gather(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.gather``; the result is sharded as the input, or where that is not, as the indices."""
-    input, dim, indices, _ = dispatch.bound(op, args, kwargs)
-    input, indices = dispatch.as_dtensors(str(op), self=input, index=indices)
-    (result,) = dispatch.plain_result(op, input, dim, indices)
+    input, dim, indices, _ = handlers.bind(op, args, kwargs)
+    input, indices = dtensors.as_dtensors(str(op), self=input, index=indices)
+    (result,) = fake_tensors.plain_result(op, input, dim, indices)
     if not input.ndim or not indices.ndim:
-        return dispatch.stock(op, args, kwargs)
+        return handlers.stock(op, args, kwargs)
     dim %= input.ndim
     for other, size in enumerate(indices.shape):
         if other != dim and size < input.shape[other]:
             input = aten.slice.Tensor(input, other, 0, size)
-    holds, names = dispatch.without_partial(input.placements), dispatch.without_partial(indices.placements)
+    holds, names = redistribution.reduced_placements(input.placements), redistribution.reduced_placements(indices.placements)
     placements = [held if isinstance(held, Shard) else named for held, named in zip(holds, names, strict=True)]
     # Where the indices alone are sharded along the dim, each rank has all that its own may name.
     alone = [p == Shard(dim) and held != p for held, p in zip(holds, placements, strict=True)]
@@ -75,12 +76,12 @@ def gather(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     indices = placed_as(indices, placements)
     mesh = input.device_mesh
     addresses = Addresses(layout(input.shape, mesh, input.placements), (dim,))
-    shards = dispatch.local(input), dispatch.local(indices)
-    if dispatch.coordinate(mesh) is None:
+    shards = dtensors.local(input), dtensors.local(indices)
+    if process_groups.coordinate(mesh) is None:
         out = shards[0].new_empty(0)
     elif not addresses.axes:
-        out = dispatch.per_rank(lambda shard, indices: op(shard, dim, indices), *shards)
+        out = simulation.per_rank(lambda shard, indices: op(shard, dim, indices), *shards)
     else:
         wrong = f"index {{}} is out of bounds for dimension {dim} with size {input.shape[dim]}"
         out = addressed.gather(*shards, addresses, mesh, wrong)
-    return dispatch.wrap(out, mesh, placements, result)
+    return dtensors.wrap(out, mesh, placements, result)

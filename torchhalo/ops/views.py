@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchhalo import dispatch
-from torchhalo.exchange import anchor
+from torchhalo.exchange.memory import strides
+from torchhalo.exchange.relayout import Relayout, placed, relayout
+from torchhalo.exchange.task import Task
+from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Window
 from torchhalo.ops.inplace import Moved
-from torchhalo.relayout import Relayout, placed, relayout
-from torchhalo.windowed import Here, adjoint, forward, reach, strides
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, redistribution, stale_views
+from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
@@ -28,45 +30,45 @@ def _plain(input: DTensor) -> bool:
     return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in input.placements)
 
 
-@dispatch.register(
+@handlers.register(
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
     traffic="nothing if the outermost of the joined dims is cut and the parts end with rows, else what changes owner",
     limits="a view for which anything travelled is a copy, which is written back to the viewed tensor when it is written to",
 )
-def view(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def view(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.view`` and its kin."""
     input, size = args
     if not _plain(input):
-        return dispatch.stock(op, args, kwargs)
-    return _view(op, input, dispatch.plain_view(op, input, size))
+        return handlers.stock(op, args, kwargs)
+    return _view(op, input, fake_tensors.plain_view(op, input, size))
 
 
-def _view(op: dispatch.Op, input: DTensor, result: dispatch.Meta) -> DTensor:
+def _view(op: handlers.Op, input: DTensor, result: dtensors.Meta) -> DTensor:
     placements = placed(input, result.shape)
     out = relayout(input, result, placements)
     if op in _VIEWS and not Relayout.of(input, result.shape, placements).still:
-        dispatch.remember(out, Moved(input, result.shape), input)
+        stale_views.set_origin(out, Moved(input, result.shape), input)
     return out
 
 
-@dispatch.register(
+@handlers.register(
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
     traffic="nothing, but of a cut dim of size one all that the other ranks are to own",
 )
-def squeeze(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def squeeze(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.squeeze``: DTensor's own where no cut dim goes."""
     input = args[0]
     if not _plain(input) or all(input.shape[p.dim] > 1 for p in input.placements if isinstance(p, Shard)):
-        return dispatch.stock(op, args, kwargs)
-    return _view(op, input, dispatch.plain_view(op, *args))
+        return handlers.stock(op, args, kwargs)
+    return _view(op, input, fake_tensors.plain_view(op, *args))
 
 
 # DTensor would run the shards as they are.
-dispatch.register_composites(
+handlers.register_composites(
     __name__,
     aten.flatten.using_ints,
     aten.unflatten.int,
@@ -110,19 +112,19 @@ def _grid(size: Sequence[int], windows: dict[int, Window]) -> list[int]:
     return [window.output_size(int(size[dim])) for dim, window in windows.items()]
 
 
-@dispatch.register(aten.im2col.default, traffic="the halo of the input, then that of a view that joins the last two dims")
-def im2col(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.im2col.default, traffic="the halo of the input, then that of a view that joins the last two dims")
+def im2col(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.im2col``, which is `F.unfold` and the gradient of `F.fold`."""
-    input, kernel, *rest = dispatch.bound(op, args, kwargs)
-    result = _dense(*dispatch.plain_result(op, input, kernel, *rest))
+    input, kernel, *rest = handlers.bind(op, args, kwargs)
+    result = _dense(*fake_tensors.plain_result(op, input, kernel, *rest))
     windows = _windows(input.ndim, (kernel, *rest))
     taps = tuple(window.kernel for window in windows.values())
     shape = (*input.shape[:-2], *_grid(input.shape, windows), prod(taps))  # the taps last, so that dims keep their place
 
-    def on_region(region: torch.Tensor, here: Here) -> torch.Tensor:
+    def on_region(region: torch.Tensor, here: Task) -> torch.Tensor:
         count = [here.outputs.spans[dim].size for dim in windows]
         if not region.numel() or 0 in count:
-            return anchor(region.new_zeros([*region.shape[:-2], *count, prod(taps)]), region)
+            return depend_on(region.new_zeros([*region.shape[:-2], *count, prod(taps)]), region)
         padding = [0 if dim in here.dims else window.before for dim, window in windows.items()]
         steps = [[getattr(window, name) for window in windows.values()] for name in ("dilation", "stride")]
         columns = aten.im2col(region, taps, steps[0], padding, steps[1])
@@ -132,10 +134,10 @@ def im2col(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     (columns,) = forward(on_region, input, windows, [middle], region=reach)
     columns = _taps(columns, -1, -3)
     out = relayout(columns, result, placed(columns, result.shape))
-    return dispatch.wrap(dispatch.local(out).contiguous(), out.device_mesh, out.placements, result)
+    return dtensors.wrap(dtensors.local(out).contiguous(), out.device_mesh, out.placements, result)
 
 
-def _dense(meta: dispatch.Meta) -> dispatch.Meta:
+def _dense(meta: dtensors.Meta) -> dtensors.Meta:
     return meta._replace(stride=strides(meta.shape, torch.contiguous_format))
 
 
@@ -146,24 +148,26 @@ def _taps(columns: DTensor, source: int, target: int) -> DTensor:
     return aten.permute.default(columns, order)
 
 
-@dispatch.register(aten.col2im.default, traffic="that of a view that splits the last dim, then what windows share")
-def col2im(op: dispatch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@handlers.register(aten.col2im.default, traffic="that of a view that splits the last dim, then what windows share")
+def col2im(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten.col2im``, which is `F.fold` and the gradient of `F.unfold`."""
-    input, size, kernel, *rest = dispatch.bound(op, args, kwargs)
-    result = _dense(*dispatch.plain_result(op, input, size, kernel, *rest))
+    input, size, kernel, *rest = handlers.bind(op, args, kwargs)
+    result = _dense(*fake_tensors.plain_result(op, input, size, kernel, *rest))
     windows = _windows(len(result.shape), (kernel, *rest))
     taps = tuple(window.kernel for window in windows.values())
     grid = _grid(result.shape, windows)
     split = _dense(result._replace(shape=(*result.shape[:-2], prod(taps), *grid)))
     between = len(split.shape) - 3
     placements = [Shard(between - 1) if p == Shard(between) else p for p in placed(input, split.shape)]
-    columns = _taps(relayout(dispatch.reduced(input), split, dispatch.without_partial(placements)), -3, -1)
+    columns = _taps(
+        relayout(redistribution.reduce_partial(input), split, redistribution.reduced_placements(placements)), -3, -1
+    )
 
-    def on_columns(shard: torch.Tensor, here: Here) -> torch.Tensor:
+    def on_columns(shard: torch.Tensor, here: Task) -> torch.Tensor:
         whole = [here.held(dim) for dim in windows]
         count = [here.outputs.spans[dim] for dim in windows]
         if not shard.numel() or not all(span.size for span in whole):
-            return anchor(shard.new_zeros([*shard.shape[:-3], *(span.size for span in whole)]), shard)
+            return depend_on(shard.new_zeros([*shard.shape[:-3], *(span.size for span in whole)]), shard)
         reached = [window.reach(span) for window, span in zip(windows.values(), count, strict=True)]
         steps = [[getattr(window, name) for window in windows.values()] for name in ("dilation", "stride")]
         flat = shard.movedim(-1, -3).flatten(-2).flatten(-3, -2)

@@ -1,0 +1,49 @@
+"""Tensors that broadcast against each other, sharded alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo.exchange.relayout import relayout
+from torchhalo.torch_internals import dtensors, redistribution
+
+
+def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor`` with other placements, Shard or Replicate: partial sums are added up, else only what changes owner travels."""
+    tensor = redistribution.reduce_partial(tensor)
+    if tensor.placements == tuple(placements):
+        return tensor
+    meta = dtensors.Meta(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
+    return relayout(tensor, meta, placements)
+
+
+def shared_placements(shape: Sequence[int], tensors: Iterable[DTensor]) -> list[Placement]:
+    """How all of ``tensors``, which broadcast to ``shape``, are to be sharded: along each axis as the first one that is."""
+    tensors = list(tensors)
+
+    def along(axis: int) -> Placement:
+        for tensor in tensors:
+            placement = tensor.placements[axis]
+            if isinstance(placement, Shard):
+                dim = placement.dim + len(shape) - tensor.ndim
+                if tensor.shape[placement.dim] == shape[dim]:  # else it is broadcast along it
+                    return Shard(dim)
+        return Replicate()
+
+    return [along(axis) for axis in range(tensors[0].device_mesh.ndim)]
+
+
+def aligned(tensor: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """``tensor`` cut as ``placements`` cut the ``shape`` to which it broadcasts."""
+    missing = len(shape) - tensor.ndim
+
+    def own(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard) or placement.dim < missing:
+            return Replicate()
+        dim = placement.dim - missing
+        return Shard(dim) if tensor.shape[dim] == shape[placement.dim] else Replicate()
+
+    return moved(tensor, [own(placement) for placement in placements])

@@ -1,0 +1,407 @@
+"""Give a tensor another layout, and another shape of the same elements, by one all-to-all.
+
+Cut both shapes into common factors: each dim of either is then a run of factors, and what a rank owns, a span per dim, is a
+few boxes over the factors. Those boxes of the source meet those of the target, and what they share is a message::
+
+    (4, 6) -> (24,)     factors (4, 6); the tokens 10..20 are the end of row 1, row 2 and the start of row 3
+
+So flatten and unflatten are one plan with the sides exchanged, and a change of placements alone is the same with equal shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo.exchange.layout import Layout, layout
+from torchhalo.exchange.memory import strides
+from torchhalo.geometry import Box, Span
+from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
+from torchhalo.torch_internals.tracing import depend_on
+
+
+class Group(NamedTuple):
+    """Dims of two shapes with one product: the shortest runs of dims that a view does not mix with others."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Where a box over the factors lies in a shard: ``shard[piece].view(shape)[inner]``."""
+
+    piece: tuple[slice, ...]
+    shape: tuple[int, ...]
+    inner: tuple[slice, ...]
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard[self.piece].view(self.shape)[self.inner]  # a view: dims are cut and never joined
+
+
+class Plan(NamedTuple):
+    """What one rank sends, receives and keeps.
+
+    Attributes:
+        sends, receives: In the order of the buffers.
+        keeps: Pairs of places in the source's and in the target's shard.
+        sent, received: How many elements go to, and come from, each member of the group.
+    """
+
+    sends: tuple[Cut, ...]
+    receives: tuple[Cut, ...]
+    keeps: tuple[tuple[Cut, Cut], ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class Relayout(NamedTuple):
+    """What every rank knows: how the elements are shaped and cut before and after."""
+
+    source: Layout
+    target: Layout
+
+    @classmethod
+    def of(cls, input: DTensor, shape: Sequence[int], placements: Sequence[Placement]) -> Relayout:
+        mesh = input.device_mesh
+        return cls(layout(input.shape, mesh, input.placements), layout(shape, mesh, placements))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes along which anything travels."""
+        return _travels(self)[0]
+
+    @property
+    def still(self) -> bool:
+        """Whether every rank's part of the target is its part of the source, in the same order."""
+        return _travels(self)[1]
+
+    def plan(self, coordinate: Sequence[int], places: tuple[int, ...]) -> Plan:
+        """What the rank at ``coordinate`` does; ``places`` as from `process_groups.fiber_group` of ``axes``."""
+        return _plan(self, tuple(coordinate), places)
+
+
+@lru_cache(maxsize=4096)
+def groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Group, ...]:
+    """The groups of a view between two shapes that hold one number of elements, which is not zero.
+
+    >>> groups((2, 3, 4, 5), (6, 2, 2, 5))
+    (Group(source=(0, 1), target=(0,)), Group(source=(2,), target=(1, 2)), Group(source=(3,), target=(3,)))
+    """
+    found: list[Group] = []
+    i = j = 0
+    while i < len(source) and j < len(target):
+        first, other = i, j
+        here, there, i, j = source[i], target[j], i + 1, j + 1
+        while here != there:
+            if here < there:
+                here, i = here * source[i], i + 1
+            else:
+                there, j = there * target[j], j + 1
+        found.append(Group(tuple(range(first, i)), tuple(range(other, j))))
+    rest = Group(tuple(range(i, len(source))), tuple(range(j, len(target))))  # dims of size one
+    last = found.pop() if found else Group((), ())
+    return (*found, Group(last.source + rest.source, last.target + rest.target))
+
+
+@lru_cache(maxsize=4096)
+def factors(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """For each dim of ``shape`` the factors it is cut into, so that those of ``other`` are the same; None if there are none.
+
+    >>> factors((4, 6), (8, 3)), factors((8, 3), (4, 6)), factors((2, 6), (3, 4))
+    (((4,), (2, 3)), ((4, 2), (3,)), None)
+    """
+    marks = sorted({mark for sizes in (shape, other) for mark in accumulate(reversed(sizes), int.__mul__, initial=1)})
+    if any(b % a for a, b in pairwise(marks)):
+        return None
+    ends = [*accumulate(reversed(shape), int.__mul__, initial=1)][::-1]
+    cuts = ([mark for mark in reversed(marks) if low <= mark <= high] for high, low in pairwise(ends))
+    return tuple(tuple(a // b for a, b in pairwise(cut)) for cut in cuts)
+
+
+def tiles(span: Span, sizes: tuple[int, ...]) -> Iterator[tuple[Span, ...]]:
+    """The boxes over ``sizes`` that hold, one after another and each in row-major order, the elements of ``span``.
+
+    >>> list(Box(tile).shape for tile in tiles(Span(10, 21), (4, 6)))
+    [(1, 2), (1, 6), (1, 3)]
+    """
+    if len(sizes) < 2:
+        if span.size:
+            yield (span,) if sizes else ()
+        return
+    inner = prod(sizes[1:])
+    first, last = -(-span.start // inner), span.stop // inner  # the whole rows
+
+    def in_row(row: int, start: int, stop: int) -> Iterator[tuple[Span, ...]]:
+        for rest in tiles(Span(start - row * inner, stop - row * inner), sizes[1:]):
+            yield Span(row, row + 1), *rest
+
+    if first > last:
+        yield from in_row(last, span.start, span.stop)
+        return
+    yield from in_row(first - 1, span.start, first * inner)
+    if first < last:
+        yield Span(first, last), *(Span(0, size) for size in sizes[1:])
+    yield from in_row(last, last * inner, span.stop)
+
+
+def run_of(spans: Sequence[Span], shape: Sequence[int]) -> Span | None:
+    """The span of row-major indices that a box covers, or None if it covers no one span.
+
+    >>> run_of((Span(1, 2), Span(2, 4)), (3, 6)), run_of((Span(0, 2), Span(2, 4)), (3, 6))
+    (Span(start=8, stop=10, step=1), None)
+    """
+    if not all(span.size for span in spans):
+        return Span(0, 0)
+    start, size = 0, 1
+    for span, whole in zip(spans, shape, strict=True):
+        if size > 1 and span.size < whole:
+            return None
+        start, size = start * whole + span.start, size * span.size
+    return Span(start, start + size)
+
+
+@lru_cache(maxsize=4096)
+def _travels(move: Relayout) -> tuple[tuple[int, ...], bool]:
+    """The axes along which anything travels, and whether every rank's part of source and target is the same."""
+    source, target = move
+    axes: set[int] = set()
+    still = True
+    for group in groups(source.shape, target.shape) if prod(source.shape) else ():
+        cuts = {axis for dim in group.source for axis in source.cuts[dim]}
+        others = {axis for dim in group.target for axis in target.cuts[dim]}
+        for place in product(*(range(n) if axis in cuts | others else (0,) for axis, n in enumerate(source.mesh_shape))):
+            had, wanted = (
+                run_of([side.owned(place).spans[dim] for dim in dims], [side.shape[dim] for dim in dims])
+                for side, dims in zip(move, group, strict=True)
+            )
+            if had is None or wanted is None or not had.contains(wanted):
+                axes |= cuts
+                still = False
+            still = still and had == wanted
+    return tuple(sorted(axes)), still
+
+
+def _pieces(side: Layout, other: Layout, coordinate: Sequence[int]) -> list[tuple[tuple[slice, ...], Box]]:
+    """What the rank at ``coordinate`` owns: slices of its shard, and the boxes over the factors that these hold."""
+    found = factors(side.shape, other.shape)
+    assert found is not None
+    lines = []
+    for span, sizes in zip(side.owned(coordinate).spans, found, strict=True):
+        line = [(prod(part.size for part in tile), tile) for tile in tiles(span, sizes)]
+        ends = accumulate((size for size, _ in line), initial=0)
+        lines.append([(slice(at, at + size), tile) for at, (size, tile) in zip(ends, line, strict=False)])
+    return [
+        (tuple(part for part, _ in piece), Box(tuple(span for _, tile in piece for span in tile))) for piece in product(*lines)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _plan(move: Relayout, coordinate: tuple[int, ...], places: tuple[int, ...]) -> Plan:
+    peers: list[tuple[int, ...]] = [coordinate] * len(places)
+    for index, steps in enumerate(product(*(range(move.source.mesh_shape[axis]) for axis in move.axes))):
+        moved = dict(zip(move.axes, steps, strict=True))
+        peers[places[index]] = tuple(moved.get(axis, here) for axis, here in enumerate(coordinate))
+    mine, wanted = _pieces(move.source, move.target, coordinate), _pieces(move.target, move.source, coordinate)
+    sends = [[] if p == coordinate else _meet(mine, _pieces(move.target, move.source, p)) for p in peers]
+    receives = [[] if p == coordinate else _meet(_pieces(move.source, move.target, p), wanted) for p in peers]
+    return Plan(
+        tuple(given for pairs in sends for given, _ in pairs),
+        tuple(got for pairs in receives for _, got in pairs),
+        tuple(_meet(mine, wanted)),
+        *(tuple(sum(_size(cut) for cut, _ in pairs) for pairs in messages) for messages in (sends, receives)),
+    )
+
+
+def _meet(source: list[tuple[tuple[slice, ...], Box]], target: list[tuple[tuple[slice, ...], Box]]) -> list[tuple[Cut, Cut]]:
+    """What a rank with the pieces ``source`` has for one with the pieces ``target``: where each finds it."""
+    return [
+        tuple(Cut(piece, box.shape, common.within(box)) for piece, box in ((here, a), (there, b)))  # type: ignore[misc]
+        for here, a in source
+        for there, b in target
+        if (common := a & b).size
+    ]
+
+
+def _size(cut: Cut) -> int:
+    return prod(part.stop - part.start for part in cut.inner)
+
+
+def placed(input: DTensor, shape: Sequence[int]) -> list[Placement]:
+    """The placements of a view of ``input`` with another ``shape``: each axis cuts a dim of the group that it cut before.
+
+    Within a group each axis in turn gets the first dim that is still large enough to give every rank a part, or the largest.
+    """
+    sizes, placements, mesh = tuple(map(int, shape)), list(input.placements), input.device_mesh
+    if not prod(sizes):
+        return [Replicate() if isinstance(p, Shard) else p for p in placements]
+    for group in groups(tuple(map(int, input.shape)), sizes):
+        left = {dim: sizes[dim] for dim in group.target}
+        for axis, placement in enumerate(input.placements):
+            if isinstance(placement, Shard) and placement.dim in group.source:
+                parts = mesh.size(axis)
+                large = (dim for dim in left if left[dim] >= max(2, parts))
+                dim = next(large, max(left, key=left.__getitem__, default=None))
+                placements[axis] = Replicate() if dim is None else Shard(dim)
+                if dim is not None:
+                    left[dim] = -(-left[dim] // parts)
+    return placements
+
+
+def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
+    """``input`` in the shape of ``result``, which holds the same elements in the same order, with other placements.
+
+    Where nothing travels and no rank's part changes, the result is a view of the shard, if its strides allow one. Else only
+    what changes owner travels, in one all-to-all. A Partial axis stays one: its summands are moved.
+
+    Args:
+        placements: Shard or Replicate where ``input`` is not Partial.
+    """
+    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
+    if here is None:
+        return dtensors.wrap(dtensors.local(input).new_empty(0), mesh, placements, result)
+    move = Relayout.of(input, result.shape, placements)
+    if not move.still and factors(move.source.shape, move.target.shape) is None:
+        shape = _between(move.source.shape, move.target.shape)
+        middle = dtensors.Meta(shape, strides(shape, torch.contiguous_format), result.dtype)
+        return relayout(relayout(input, middle, placed(input, shape)), result, placements)
+
+    def as_it_is(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        return shard.reshape(move.target.owned(coordinate).shape)
+
+    def part(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        return shard[move.target.owned(coordinate).within(move.source.owned(coordinate))]
+
+    shard = dtensors.local(input)
+    if move.still:
+        out = simulation.per_rank(as_it_is, shard, *here)
+    elif move.source.shape == move.target.shape and not move.axes:
+        out = simulation.per_rank(part, shard, *here)
+    else:
+        out = _moved(shard, move, input, result)
+    return dtensors.wrap(out, mesh, placements, result)
+
+
+def _between(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that has common factors with both: that of the target, but flat where there are none.
+
+    >>> _between((2, 6, 7), (3, 4, 7))
+    (12, 7)
+    """
+    shape: tuple[int, ...] = ()
+    for group in groups(source, target):
+        before, after = tuple(source[dim] for dim in group.source), tuple(target[dim] for dim in group.target)
+        shape += (prod(after),) if factors(before, after) is None else after
+    return shape
+
+
+def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
+    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
+    assert here is not None
+    group, places = process_groups.fiber_group(mesh, move.axes) if move.axes else (None, (0,))
+    order = sorted(range(len(result.shape)), key=lambda dim: result.stride[dim], reverse=True)
+
+    def pack(shard: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
+        plan = move.plan(coordinate, places)
+        cuts = [cut.of(shard).reshape(-1) for cut in plan.sends]
+        return depend_on(torch.cat(cuts) if cuts else shard.new_empty(0), shard), *plan.received, *plan.sent
+
+    def unpack(shard: torch.Tensor, arrived: torch.Tensor | None, *coordinate: int) -> torch.Tensor:
+        plan = move.plan(coordinate, places)
+        shape = move.target.owned(coordinate).shape
+        dense = shard.new_empty([shape[dim] for dim in order])
+        out = dense.permute([order.index(dim) for dim in range(len(order))])
+        for given, kept in plan.keeps:
+            kept.of(out).copy_(given.of(shard))
+        if arrived is None:
+            return out
+        arrived = collectives.wait(arrived)
+        for cut, values in zip(plan.receives, arrived.split([_size(cut) for cut in plan.receives]), strict=True):
+            into = cut.of(out)
+            into.copy_(values.view(into.shape))
+        return out if arrived.numel() else depend_on(out, arrived)
+
+    arrived = None
+    if group is not None:
+        packed, *counts = simulation.per_rank(pack, shard, *here)
+        arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group)
+    return simulation.per_rank(unpack, shard, arrived, *here)
+
+
+def replaced(input: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``input`` with other placements, Shard or Replicate, partial sums added up first; the same object if it has them."""
+    input = redistribution.reduce_partial(input)
+    if tuple(placements) == tuple(input.placements):
+        return input
+    return relayout(input, dtensors.Meta(tuple(input.shape), input.stride(), input.dtype), placements)
+
+
+# Whole along a dim, for what every rank needs all of, such as the keys of an attention, and its adjoint.
+
+
+def gathered(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
+
+    Args:
+        axes: Those that cut ``dim``. If there are none, nothing travels.
+    """
+    shards = tuple(map(dtensors.local, tensors))
+    if not axes:
+        return shards
+    mesh = tensors[0].device_mesh
+    parts = layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
+
+    def pack(*shards: torch.Tensor) -> torch.Tensor:
+        return torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+
+    def unpack(rows: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
+        each = rows.split([prod(shape) for shape in shapes], 1)
+        return tuple(
+            torch.cat([row.view(shape).narrow(dim, 0, part.size) for row, part in zip(flat, parts, strict=True)], dim)
+            for flat, shape in zip(each, shapes, strict=True)
+        )
+
+    rows = collectives.all_gather(simulation.per_rank(pack, *shards), mesh, axes)
+    return simulation.per_rank(unpack, rows, *shards)
+
+
+def scattered(
+    values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: int, axes: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """The adjoint of `gathered`: each rank gets its part of the sum over ranks of ``values``, by one collective."""
+    if not axes:
+        return tuple(values)
+    mesh, here = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
+    assert here is not None
+    whole = layout(like[0].shape, mesh, like[0].placements)
+    parts = whole.parts(dim)
+
+    def pack(*values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.cat([padded(v.narrow(dim, part.start, part.size), dim, parts[0].size).reshape(-1) for v in values])
+                for part in parts
+            ]
+        )
+
+    def unpack(row: torch.Tensor, values: Sequence[torch.Tensor], coordinate: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        size = parts[whole.part(dim, coordinate)].size
+        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(v.shape)] for v in values]
+        each = row.split([prod(shape) for shape in shapes])
+        return tuple(flat.view(shape).narrow(dim, 0, size) for flat, shape in zip(each, shapes, strict=True))
+
+    row = collectives.reduce_scatter(simulation.per_rank(pack, *values), mesh, axes)
+    return simulation.per_rank(unpack, row, tuple(values), here)
+
+
+def padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``tensor`` with as many zeros after it along ``dim`` as make it ``size`` long."""
+    missing = size - tensor.shape[dim]
+    return torch.constant_pad_nd(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor

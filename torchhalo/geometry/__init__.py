@@ -1,0 +1,27 @@
+"""Spans, boxes, windows and relations: the integer arithmetic under every sharded op.
+
+Knows nothing of torch: no import of it, no tensors, no ranks.
+"""
+
+from torchhalo.geometry.relations import Intervals, Piece, Pieces, Relation
+from torchhalo.geometry.spans import Box, Grid, Span, boxes, chunks, hull, merge, shell
+from torchhalo.geometry.windows import Mirror, Window, crop, overhang
+
+__all__ = [
+    "Box",
+    "Grid",
+    "Intervals",
+    "Mirror",
+    "Piece",
+    "Pieces",
+    "Relation",
+    "Span",
+    "Window",
+    "boxes",
+    "chunks",
+    "crop",
+    "hull",
+    "merge",
+    "overhang",
+    "shell",
+]

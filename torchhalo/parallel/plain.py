@@ -1,0 +1,169 @@
+"""Plain tensors that a model makes for itself, taken as replicated where they meet DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+
+from torchhalo.exchange import debug
+from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation, tracing
+
+
+class plain_as_replicated(TorchFunctionMode):
+    """Inside this context plain tensors mix with DTensors as if replicated: coordinate grids, embeddings, zero caches.
+
+    Every rank must hold the same values; with ``TORCHHALO_DEBUG=1`` in the environment that is compared, at the cost of a
+    collective per tensor, and a difference raises. A plain tensor that requires a gradient gets a plain one, the whole of it on
+    every rank. A plain tensor cannot hold a shard, so writing a DTensor into one raises. Contexts nest; outside, mixing
+    raises as ever.
+
+    Args:
+        gradients: "shares" for a model whose parameters DDP or FSDP keeps as plain tensors: each rank gets a share of the
+            gradient of a parameter, such that the mean over the ranks, which the wrapper takes, is the gradient.
+
+    Example:
+        >>> import torchhalo
+        >>> with torchhalo.plain_as_replicated():
+        ...     pass  # here ``x + torch.linspace(0, 1, x.shape[-1])`` is right for a DTensor ``x``
+    """
+
+    def __init__(self, *, gradients: Literal["whole", "shares"] = "whole") -> None:
+        super().__init__()
+        self._shares = gradients == "shares"
+        self._before: list[bool] = []  # one per entry, as the same context may be entered again
+
+    def __enter__(self) -> plain_as_replicated:
+        if not torch.compiler.is_compiling():
+            # torch's own functions make plain tensors too, and below them no mode is asked
+            self._before.append(dtensors.replicate_implicitly(True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        if not torch.compiler.is_compiling():
+            dtensors.replicate_implicitly(self._before.pop())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
+        if mesh is None:
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
+            raise RuntimeError(
+                f"{_name(func)}: a plain tensor (shape={tuple(written.shape)}) cannot hold a shard of a DTensor: make it a "
+                "DTensor with torch.distributed.tensor.distribute_tensor(tensor, mesh), or use the form of the op that is "
+                "not in place"
+            )
+        replicate = _Replicate(_name(func), mesh, self._shares)
+        return func(*replicate(args), **replicate(kwargs))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _mesh(arguments: Any) -> DeviceMesh | None:
+    """The mesh of the first DTensor among ``arguments``."""
+    if isinstance(arguments, DTensor):
+        return arguments.device_mesh
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    elif not isinstance(arguments, (list, tuple)):
+        return None
+    for argument in arguments:
+        mesh = _mesh(argument)
+        if mesh is not None:
+            return mesh
+    return None
+
+
+def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` writes to: its first argument if it is in place, or ``out``."""
+    return args[0] if func in _IN_PLACE else kwargs.get("out")
+
+
+# Sets of functions, not of names, because that is what torch.compile can look into.
+_OPERATORS = ["add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"]
+_IN_PLACE = {getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name[0] != "_" and name[-1] == "_"} | {
+    getattr(torch.Tensor, name) for name in ["__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)]
+}
+# These tell tensors apart by identity, or store them.
+_AS_THEY_ARE = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+}
+
+
+class _Replicate:
+    """Makes plain tensors replicated DTensors on a mesh, in lists, tuples and dicts too, with a step in the autograd graph."""
+
+    def __init__(self, name: str, mesh: DeviceMesh, shares: bool):
+        self._name, self._mesh, self._shares = name, mesh, shares
+
+    def __call__(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument if isinstance(argument, DTensor) else self._replicated(argument)
+        if isinstance(argument, dict):
+            return {key: self(value) for key, value in argument.items()}
+        if type(argument) in (list, tuple):
+            return type(argument)([self(value) for value in argument])
+        return argument
+
+    def _replicated(self, tensor: torch.Tensor) -> DTensor:
+        if debug.ON and not torch.compiler.is_compiling():
+            assert_same(self._name, tensor.detach(), self._mesh)
+        # torch.compile cannot look into the first way; the second, with a sum for each parameter, has the same mean.
+        if self._shares and isinstance(tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+            return _Shared.apply(tensor, self._mesh)
+        return DTensor.from_local(tensor, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+
+class _Shared(torch.autograd.Function):
+    """A plain parameter as a replicated DTensor.
+
+    Adjoint: this rank's partial sum, times the number of ranks, so that the mean over them is the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return dtensors.replicated(tensor.detach(), mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        kept = [p if p.is_partial("sum") else Replicate() for p in grad.placements]
+        ranks = prod(grad.device_mesh.size(axis) for axis, p in enumerate(kept) if p.is_partial())
+        return dtensors.local(redistribution.redistribute(grad, kept)) * ranks, None
+
+
+def assert_same(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise on all ranks of ``mesh`` if they do not hold the same bytes; ``name`` is that of the op that wants them."""
+    if process_groups.coordinate(mesh) is None or not tracing.has_values(tensor):
+        return
+    sums = collectives.all_gather(simulation.per_rank(_checksum, tensor).to(mesh.device_type), mesh, range(mesh.ndim))
+    seen = [[int(number.item()) for number in row.unbind()] for row in sums.unbind()]
+    others = [rank for rank, row in zip(mesh.mesh.flatten().tolist(), seen, strict=True) if row != seen[0]]
+    if others:
+        raise RuntimeError(
+            f"{name}: a plain tensor (shape={tuple(tensor.shape)}, dtype={tensor.dtype}) is taken as replicated, but ranks "
+            f"{others} hold other values than rank {int(mesh.mesh.flatten()[0])}: make it from the same numbers on all ranks"
+        )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers that differ, but for rare accidents, where shape or any byte differs."""
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, content.numel() + 1, device=content.device)
+    shape = sum(size * 31**dim for dim, size in enumerate(tensor.shape, start=1))
+    return torch.stack([(content * places.mul(0x9E3779B97F4A7C1).bitwise_xor(places)).sum(), content.sum() + shape])

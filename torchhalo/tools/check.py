@@ -1,0 +1,196 @@
+"""Does a model give one process's numbers when its input is sharded, and where does it gather?
+
+The model runs in one process of its own, then in one process per rank, with the same weights and input; what both saw of
+every module, of the outputs, gradients and buffers is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhalo.tools.launch import RankError, on_ranks
+from torchhalo.tools.observe import Case, ModelError, observe
+
+# Relative to the largest value, or to 1 if that is larger: sums over the sample are cut differently.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+#: Of the bytes that the convolutions read, how much may be gathered in a model that counts as sharded.
+SHARE = 0.1
+
+
+class Report(NamedTuple):
+    """How a sharded model compares with one process.
+
+    Attributes:
+        mesh: The ranks.
+        differences: For outputs, input gradients, gradients and buffers: the largest difference, relative to the largest value
+            or to 1, and the name of what differs most.
+        tolerance: What they may be.
+        first: The first module whose output differs, if any.
+        gathered: The ops that gather: op, module, times, bytes to each rank.
+        convolved: How many bytes of inputs the convolutions read.
+        memory: The peak memory of each rank.
+        alone: That of one process.
+        sent: How many bytes each rank sent in exchanges, of halos and of what else changed its owner.
+        error: Why the model did not run, if it did not.
+    """
+
+    mesh: tuple[int, ...]
+    differences: dict[str, tuple[float, str]]
+    tolerance: float
+    first: str | None
+    gathered: list[tuple[str, str, int, int]]
+    convolved: int
+    memory: list[int]
+    alone: int
+    sent: list[int]
+    error: str | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all numbers are those of one process."""
+        return self.error is None and all(worst <= self.tolerance for worst, _ in self.differences.values())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether next to nothing is gathered."""
+        return self.error is None and sum(row[3] for row in self.gathered) <= SHARE * self.convolved
+
+    @property
+    def ok(self) -> bool:
+        return self.exact and self.sharded
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh))
+        if self.error is not None:
+            return f"mesh {mesh}: the model raised\n  {self.error}"
+        lines = [f"mesh {mesh}: {'exact' if self.exact else 'NOT EXACT'}, {'sharded' if self.sharded else 'GATHERS'}", ""]
+        lines.append(f"  {'':<16}  {'largest difference':>18}  where")
+        for name, (worst, where) in self.differences.items():
+            lines.append(f"  {name:<16}  {worst:>18.1e}  {where}")
+        lines.append(f"  {'tolerance':<16}  {self.tolerance:>18.1e}")
+        if self.first is not None:
+            lines.append(f"\n  first module that differs: {self.first}")
+        lines.append(
+            f"\n  gathered: {sum(row[3] for row in self.gathered):,} bytes of {self.convolved:,} that convolutions read"
+        )
+        for op, module, times, size in self.gathered:
+            lines.append(f"    {op} in {module or 'the model'}: {times} times, {size:,} bytes")
+        mib = 2**20
+        lines.append(f"\n  peak memory: one process {self.alone / mib:.1f} MiB")
+        for rank, (memory, sent) in enumerate(zip(self.memory, self.sent, strict=True)):
+            share = f"{memory / max(1, self.alone):.0%}"
+            lines.append(f"    rank {rank}: {memory / mib:.1f} MiB, {share}; sent {sent:,} bytes")
+        return "\n".join(lines)
+
+
+def check(
+    model: Any,
+    sample: Any,
+    ranks: int = 2,
+    *,
+    mesh: Sequence[int] | None = None,
+    dims: int | Sequence[int] | None = None,
+    backward: bool = False,
+    train: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Run a model sharded over local processes beside one process, and compare.
+
+    Args:
+        model: A module, a function that makes one, or its name as ``package.module:function``. The first two are pickled.
+        sample: A tensor, a shape (then the input is random), or a tuple of these for several inputs.
+        ranks: How many processes.
+        mesh: The shape of the mesh, such as ``(2, 2)``; ``(ranks,)`` if not given.
+        dims: Along which dim each axis of the mesh cuts the input, as for `parallelize`.
+        backward: Whether to compare gradients, of the inputs too.
+        train: Whether the model is in training mode; its dropout then draws as it does on a mesh, in one process too.
+        dtype: Of weights and floating-point inputs. Where a model computes in float32 inside, a check in float64 does not.
+        seed: Of weights, inputs and dropout.
+        progress: Called with a line of text before each part of the work.
+
+    Example:
+        >>> report = torchhalo.check("mymodels:unet", (1, 3, 256, 256), ranks=2)  # doctest: +SKIP
+        >>> assert report.ok, report  # doctest: +SKIP
+    """
+    shape = tuple(mesh or (ranks,))
+    chosen = None if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    samples = sample if isinstance(sample, tuple) and not all(isinstance(n, int) for n in sample) else (sample,)
+    case = Case(model, samples, chosen, backward, train, dtype, seed)
+    tolerance = TOLERANCE[dtype]
+    try:
+        progress("one process")
+        (alone,) = on_ranks(observe, 1, case, None)
+    except RankError as error:
+        return Report(shape, {}, tolerance, None, [], 0, [], 0, [], f"in one process already, {_reason(error)}")
+    try:
+        progress(f"{math.prod(shape)} ranks, mesh {'x'.join(map(str, shape))}")
+        seen = on_ranks(observe, math.prod(shape), case, shape)
+    except RankError as error:
+        return Report(shape, {}, tolerance, None, [], alone.convolved, [], alone.memory, [], _reason(error))
+    return Report(
+        shape,
+        _differences(alone.values, seen[0].values),
+        tolerance,
+        _first_difference(alone.modules, _added([rank.modules for rank in seen]), tolerance),
+        seen[0].gathered,
+        alone.convolved,
+        [rank.memory for rank in seen],
+        alone.memory,
+        [rank.sent for rank in seen],
+        None,
+    )
+
+
+def _reason(error: RankError) -> str:
+    """What the rank has to say of the model; of its other errors, all."""
+    return error.reason.removeprefix(f"{ModelError.__name__}: ")
+
+
+def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, tuple[float, str]]:
+    """For each kind of value the largest difference and where it is; what one of them lacks differs without limit."""
+    worst: dict[str, tuple[float, str]] = {}
+    for name in dict.fromkeys([*expected, *found]):
+        kind, _, rest = name.partition(": ")
+        difference = _difference(expected.get(name), found.get(name))
+        if kind not in worst or difference > worst[kind][0]:
+            worst[kind] = difference, rest
+    return worst
+
+
+def _added(ranks: list[list[tuple[str, list[float]]]]) -> list[tuple[str, list[float]]]:
+    """What all ranks together have seen of each module."""
+    return [
+        (parts[0][0], [math.fsum(shares) for shares in zip(*(sums for _, sums in parts), strict=True)])
+        for parts in zip(*ranks, strict=True)
+    ]
+
+
+def _first_difference(
+    expected: list[tuple[str, list[float]]], found: list[tuple[str, list[float]]], tolerance: float
+) -> str | None:
+    for (path, values), (other, others) in zip(expected, found, strict=False):
+        if path != other or not _close(values, others, tolerance):
+            return path or "the model"
+    return None if len(expected) == len(found) else "the number of modules that ran"
+
+
+def _difference(expected: torch.Tensor | None, found: torch.Tensor | None) -> float:
+    """The largest difference, relative to the largest value or to 1; infinite for another shape, or what is not a number."""
+    if expected is None or found is None or found.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    scale = max(1.0, float(expected.abs().max()))
+    worst = float((expected.double() - found.double()).abs().max()) / scale
+    return worst if math.isfinite(worst) else math.inf
+
+
+def _close(expected: list[float], found: list[float], tolerance: float) -> bool:
+    scale = max([1.0, *map(abs, expected)])
+    return len(expected) == len(found) and all(abs(a - b) <= tolerance * scale for a, b in zip(expected, found, strict=True))

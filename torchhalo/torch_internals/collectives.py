@@ -1,0 +1,98 @@
+"""Collectives that autograd does not see, each told to those who watch before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchhalo.torch_internals.calls import running_call
+from torchhalo.torch_internals.process_groups import fiber_group
+from torchhalo.torch_internals.tracing import is_traced
+from torchhalo.torch_internals.watching import Collective, watchers
+
+
+def all_to_all(
+    tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, about: object = None
+) -> torch.Tensor:
+    """Send ``sent[i]`` elements of the flat ``tensor`` to member ``i`` of ``group``, and get ``received[i]`` from it.
+
+    Args:
+        about: What watchers are told besides.
+
+    Returns:
+        A buffer for `wait`; what comes between overlaps with the communication.
+    """
+    for watcher in watchers:
+        watcher.collective(Collective("all_to_all", tensor, group, sent, received, about))
+    if is_traced(tensor) or local_tensor_mode():
+        return funcol.all_to_all_single(tensor, list(received), list(sent), group)
+    # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
+    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
+
+
+def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+    """``tensor`` reduced over the ranks along ``axes`` by one collective, whatever their number; as it is if there are none."""
+    return wait(start_all_reduce(tensor, mesh, axes, reduction))
+
+
+def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+    """As `all_reduce`, but the result is for `wait`; what comes between overlaps with the communication."""
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return tensor
+    group = fiber_group(mesh, axes)[0]
+    for watcher in watchers:
+        watcher.collective(Collective("all_reduce", tensor, group))
+    return funcol.all_reduce(tensor, reduction, group)
+
+
+def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """What the ranks along ``axes`` hold, stacked along a new first dim in row-major order of ``axes``, by one collective.
+
+    For small tensors of one shape, such as statistics; not for activations.
+    """
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return tensor.unsqueeze(0)
+    group, places = fiber_group(mesh, axes)
+    for watcher in watchers:
+        watcher.collective(Collective("all_gather", tensor, group))
+    # torch 2.13 renamed it
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
+    return found if places == tuple(range(len(places))) else torch.stack([found[place] for place in places])
+
+
+def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The adjoint of `all_gather`: the ``i``-th rank along ``axes`` gets the sum over ranks of row ``i`` of ``tensor``."""
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return tensor.squeeze(0)
+    group, places = fiber_group(mesh, axes)
+    if places != tuple(range(len(places))):
+        tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
+    for watcher in watchers:
+        watcher.collective(Collective("reduce_scatter", tensor, group))
+    # torch 2.13 renamed it
+    reduce = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    return wait(reduce(tensor.contiguous(), "sum", 0, group)).squeeze(0)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
+    try:
+        if isinstance(tensor, funcol.AsyncCollectiveTensor):
+            return tensor.wait()
+        return tensor if is_traced(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
+    except RuntimeError as error:
+        call = running_call()
+        raise type(error)(
+            f"{'a collective' if call is None else call.name}: this rank waits in vain for what another was to send: that one "
+            "has died, is late, or is at another op or shape. TORCHHALO_DEBUG=1 in the environment of all ranks makes errors "
+            f"name it. {error}"
+        ) from error

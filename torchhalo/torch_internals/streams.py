@@ -1,0 +1,47 @@
+"""Work on a side stream of a GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from torchhalo.torch_internals.tracing import is_plain
+
+
+class SideStream:
+    """Work that needs nothing of what is queued on the device meanwhile: it may run beside it.
+
+    What is inside starts after all that was queued when this object was made, and what comes after it waits for both. Only on a
+    CUDA device does it make a difference; elsewhere the work runs in its turn.
+
+    Example:
+        >>> aside = Aside(torch.ones(3))
+        >>> longer = torch.ones(10_000).sum()
+        >>> with aside:
+        ...     short = torch.ones(3).sum()
+    """
+
+    _made = threading.local()  # two threads, such as autograd's, must not record the same event
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._here: torch.cuda.Stream | None = None
+        if like.is_cuda and is_plain(like):
+            self._here = torch.cuda.current_stream(like.device)
+            made = self._made.__dict__.setdefault("by_device", {})
+            if like.device not in made:
+                # First in line: the blocks of a long kernel that waits for its turn would keep the short ones out to its end.
+                made[like.device] = torch.cuda.Stream(like.device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
+            self._there, self._start, self._end = made[like.device]
+            self._start.record(self._here)
+
+    def __enter__(self) -> None:
+        if self._here is not None:
+            self._there.wait_event(self._start)
+            torch.cuda.set_stream(self._there)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._here is not None:
+            self._end.record(self._there)
+            torch.cuda.set_stream(self._here)
+            self._here.wait_event(self._end)
