@@ -44,7 +44,7 @@ def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, o
 
     monkeypatch.setattr(convolution._Local, "products", products)
 
-    @settings(max_examples=110 if on else 15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=180 if on else 15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         mesh = data.draw(st.sampled_from([(2,), (3,), (4,), (2, 2)]))
