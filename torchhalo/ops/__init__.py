@@ -3,7 +3,9 @@
 from torchhalo.ops import (
     adaptive_pooling,
     attention,
+    complex,
     convolution,
+    fft,
     indexing,
     inplace,
     interpolation,
@@ -23,7 +25,9 @@ from torchhalo.ops import (
 __all__ = [
     "adaptive_pooling",
     "attention",
+    "complex",
     "convolution",
+    "fft",
     "indexing",
     "inplace",
     "interpolation",

@@ -41,13 +41,13 @@ def _kept(region: torch.Tensor, here: Task) -> torch.Tensor:
     return region
 
 
-def _local_view(
+def local_view(
     input: DTensor, op: handlers.Op, args: Sequence[Any], result: dtensors.Meta, placements: Sequence[Placement]
 ) -> DTensor:
     """``op`` of each shard: a view of it, so that what is written to the result is written to ``input``."""
     mesh, shard = input.device_mesh, dtensors.local(input)
     inside = process_groups.coordinate(mesh) is not None
-    return dtensors.wrap(op(shard, *args) if inside else shard.new_empty(0), mesh, placements, result)
+    return dtensors.wrap(op(shard, *args) if inside else shard.new_empty(0, dtype=result.dtype), mesh, placements, result)
 
 
 def _fetched(input: DTensor, relations: dict[int, Relation], shape: Sequence[int], region: Region) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _sliced(input: DTensor, dim: int, start: int, step: int, result: dtensors.Me
     mesh, placements, size = input.device_mesh, input.placements, result.shape[dim]
     if not is_cut(mesh, placements, dim) or size == input.shape[dim]:
         cut = (dim, start, start + size * step, step) if size != input.shape[dim] else (dim,)
-        return _local_view(input, aten.slice.Tensor, cut, result, placements)
+        return local_view(input, aten.slice.Tensor, cut, result, placements)
     (piece,) = forward(_kept, input, {dim: Window(1, stride=step, before=-start)}, [result], region=exact)
     return stale_views.set_origin(piece, Cut(input, dim, start, step, size, False), input)
 
@@ -176,7 +176,7 @@ def select(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     index %= size
     placements = _shifted(input.placements, dim, -1)
     if not is_cut(mesh, input.placements, dim):
-        return _local_view(input, op, (dim, index), result, placements)
+        return local_view(input, op, (dim, index), result, placements)
     if len(_cut_before) >= 4096:
         _cut_before.clear()
     _cut_before[mesh, tuple(input.shape), dim] = input.placements
@@ -431,7 +431,7 @@ def unfold(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     input, dim, size, step = args
     (result,) = fake_tensors.plain_result(op, *args)
     if not input.ndim or not is_cut(input.device_mesh, input.placements, dim % input.ndim):
-        return _local_view(input, op, args[1:], result, input.placements)
+        return local_view(input, op, args[1:], result, input.placements)
     dim, mesh = dim % input.ndim, input.device_mesh
     placements = redistribution.reduced_placements(input.placements)
     region = _fetched(input, {dim: Window(size, step)}, result.shape, hull)

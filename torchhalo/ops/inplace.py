@@ -77,7 +77,16 @@ class Cut(View):
 
 
 @dataclass
-class Moved(View):
+class Copied(View):
+    """Where a tensor comes from that is a view of its base in plain torch, and here a copy."""
+
+    def write(self, value: DTensor) -> None:
+        """Write what ``value`` shows over the base."""
+        raise NotImplementedError
+
+
+@dataclass
+class Moved(Copied):
     """Where a view comes from for which elements changed owner: ``base.view(shape)``."""
 
     shape: tuple[int, ...]
@@ -224,7 +233,7 @@ def _write_back(tensor: DTensor, value: DTensor | None = None) -> None:
     origin = stale_views.get_origin(tensor)
     if isinstance(origin, Cut):
         write(origin, tensor if value is None else value)
-    elif isinstance(origin, Moved):
+    elif isinstance(origin, Copied):
         origin.write(tensor if value is None else value)
     if stale_views.get_origin(origin.base) is not None:
         _write_back(origin.base)

@@ -14,6 +14,7 @@ from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_
 aten = torch.ops.aten
 
 OPS = (
+    "_conj_physical",
     "_prelu_kernel",
     "_prelu_kernel_backward",
     "celu",

@@ -20,8 +20,9 @@ class plain_as_replicated(TorchFunctionMode):
 
     Every rank must hold the same values; with ``TORCHHALO_DEBUG=1`` in the environment that is compared, at the cost of a
     collective per tensor, and a difference raises. A plain tensor that requires a gradient gets a plain one, the whole of it on
-    every rank. A plain tensor cannot hold a shard, so writing a DTensor into one raises. Contexts nest; outside, mixing
-    raises as ever.
+    every rank. A plain tensor cannot hold a shard, so writing a DTensor into one raises; but a complex tensor that is made
+    here, such as ``torch.zeros(shape, dtype=torch.cfloat)``, is a DTensor, sharded as the last complex one with as many dims:
+    models write the modes that they keep into such ones. Contexts nest; outside, mixing raises as ever.
 
     Args:
         gradients: "shares" for a model whose parameters DDP or FSDP keeps as plain tensors: each rank gets a share of the
@@ -37,6 +38,7 @@ class plain_as_replicated(TorchFunctionMode):
         super().__init__()
         self._shares = gradients == "shares"
         self._before: list[bool] = []  # one per entry, as the same context may be entered again
+        self._spectra: dict[int, Any] = {}  # by number of dims, a small one that is sharded as the last one was
 
     def __enter__(self) -> plain_as_replicated:
         if not torch.compiler.is_compiling():
@@ -56,7 +58,7 @@ class plain_as_replicated(TorchFunctionMode):
         kwargs = kwargs or {}
         mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
         if mesh is None:
-            return func(*args, **kwargs)
+            return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
             raise RuntimeError(
@@ -65,7 +67,21 @@ class plain_as_replicated(TorchFunctionMode):
                 "not in place"
             )
         replicate = _Replicate(_name(func), mesh, self._shares)
-        return func(*replicate(args), **replicate(kwargs))
+        out = func(*replicate(args), **replicate(kwargs))
+        if isinstance(out, DTensor) and out.is_complex():
+            known = self._spectra.get(out.ndim)
+            if known is None or known.placements != out.placements or known.device_mesh != out.device_mesh:
+                self._spectra[out.ndim] = out.new_empty((2,) * out.ndim)
+        return out
+
+    def _blank(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A new tensor; a DTensor, if it is complex and there was a spectrum with as many dims."""
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args
+        like = self._spectra.get(len(sizes)) if dtype is not None and dtype.is_complex else None
+        if like is None or not kwargs.keys() <= {"dtype", "device"} or torch.device(device or "cpu").type != like.device.type:
+            return func(*args, **kwargs)
+        return _BLANKS[func](like, sizes, dtype=dtype)
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -103,6 +119,13 @@ _AS_THEY_ARE = {
     torch.autograd.backward,
     torch.Tensor.grad.__set__,  # type: ignore[union-attr]
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+}
+
+
+_BLANKS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.empty: torch.Tensor.new_empty,
+    torch.ones: torch.Tensor.new_ones,
+    torch.zeros: torch.Tensor.new_zeros,
 }
 
 

@@ -29,6 +29,14 @@ def all_to_all(
     """
     for watcher in watchers:
         watcher.collective(Collective("all_to_all", tensor, group, sent, received, about))
+    if tensor.is_complex():  # gloo knows no complex numbers
+        received, sent = ([2 * size for size in sizes] for sizes in (received, sent))
+        pairs = _all_to_all(torch.view_as_real(tensor).flatten(), received, sent, group)
+        return torch.view_as_complex(pairs.unflatten(0, (-1, 2)))
+    return _all_to_all(tensor, received, sent, group)
+
+
+def _all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     if is_traced(tensor) or local_tensor_mode():
         return funcol.all_to_all_single(tensor, list(received), list(sent), group)
     # funcol resolves the group anew and wraps the result in a tensor that waits for itself: more time than all the rest here.
