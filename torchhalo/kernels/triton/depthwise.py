@@ -125,7 +125,9 @@ def pairs(
                     b, n = item // blocks % halo_b, item // blocks // halo_b
                     at_b, meets_b = _there(b, kb, windows[3], windows[4], windows[5], own_b, MIRRORED)
                     at_e, reached = _there(e, ke, windows[6], windows[7], windows[8], own_e, MIRRORED)
-                    mask = (meets_b & reached & (e < halo_e))[:, None] & few[None, :]
+                    # A number, as Triton's interpreter makes no mask of a boolean for all and one for each.
+                    stop = tl.where(meets_b, halo_e, 0)
+                    mask = (reached & (e < stop))[:, None] & few[None, :]
                     line = _line(pieces[part], strides[part], n, a - bounds[part][0], b)
                     grads = tl.load(line + _tile(strides[part], e, c), mask=mask, other=0.0)
                     line = _line(own, own_strides, n, at_a - own_bounds[0], at_b)
