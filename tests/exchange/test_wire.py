@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from torchhalo.exchange.parts import in_parts
+
 Pairs = list[set[int]]  # for each output coordinate along a dim, the inputs that it reads
 
 
@@ -97,11 +99,11 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
-def test_only_halos_travel(name: str, parts: bool) -> None:
+def test_only_halos_travel(name: str, overlapped: bool) -> None:
     for mesh, size in [((2,), (24,)), ((4,), (24,)), ((3,), (25,)), ((2, 2), (16, 17))]:
-        with parts.in_parts(parts):
+        with in_parts(overlapped):
             check(mesh, size, *KERNELS[name])
 
 

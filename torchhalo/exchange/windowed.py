@@ -59,7 +59,7 @@ def forward(
         others: Tensors that the kernel also wants, as they are.
         region: `hull`, `reach` or `exact`.
         fill: The value of what lies outside the source.
-        pads: For a kernel that pads by itself, as `Here.padding` says, with the same value, and of which the region is what it
+        pads: For a kernel that pads by itself, as `Task.padding` says, with the same value, and of which the region is what it
             can `reach`: whether it can do so along a dim, by so much at both ends, where the last so many elements are left
             over. Then large shards are computed in parts.
 

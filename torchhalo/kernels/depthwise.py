@@ -168,7 +168,7 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    return import_module("torchhalo.depthwise_kernels")
+    return import_module("torchhalo.kernels.triton.depthwise")
 
 
 def _seen(tensor: torch.Tensor, dim: int) -> torch.Tensor:

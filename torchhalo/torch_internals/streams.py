@@ -16,9 +16,9 @@ class SideStream:
     CUDA device does it make a difference; elsewhere the work runs in its turn.
 
     Example:
-        >>> aside = Aside(torch.ones(3))
+        >>> side = SideStream(torch.ones(3))
         >>> longer = torch.ones(10_000).sum()
-        >>> with aside:
+        >>> with side:
         ...     short = torch.ones(3).sum()
     """
 
