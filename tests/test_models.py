@@ -89,7 +89,9 @@ def test_the_page_lists_every_model_in_every_configuration() -> None:
 
 def test_a_page_tells_what_went_wrong_and_what_was_not_tried(monkeypatch) -> None:
     monkeypatch.setitem(ZOO, "absent", Model("no_such_package.nets:net", ((1, 3, 8, 8),), {}))
-    good = Report((2,), {"outputs": (1e-12, "0")}, 1e-9, None, [("cat", "a", 1, 5)], 1000, [1, 1], 1, [7, 2048], None)
+    good = Report(
+        (2,), {"outputs": (1e-12, "0")}, 1e-9, None, None, [("cat", "a", 1, 5)], 1000, [1, 1], 1, [7, 2048], None, None
+    )
     wrong = good._replace(differences={"outputs": (1e-3, "0")}, first="stem")
     gathering = good._replace(gathered=[("index", "head", 2, 500)])
     hardly = good._replace(gathered=[("add", "head", 2, 5)], convolved=20_000)

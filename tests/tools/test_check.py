@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -58,11 +59,94 @@ def raises() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(Raises(), nn.Conv2d(4, 4, 3)))
 
 
+class Clip(torch.autograd.Function):
+    """An op whose forward is right on shards; its backward divides by the largest gradient, on shards by that of the shard."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        if not isinstance(grad, DTensor):
+            return grad / grad.abs().max()
+        local = grad.to_local()
+        return DTensor.from_local(local / local.abs().max(), grad.device_mesh, grad.placements, run_check=False)
+
+
+class Clipped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Clip.apply(x)
+
+
+def wrong_backward() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(nn.ReLU(inplace=True), Clipped()), Skips(), nn.Conv2d(4, 2, 1)
+    )
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(x)
+
+
+class Shifted(nn.Module):
+    """Rolls each shard for itself: silently wrong on ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return x.roll(1, 2)
+        return DTensor.from_local(x.to_local().roll(1, 2), x.device_mesh, x.placements, run_check=False)
+
+
+def wrong_forward() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(nn.GELU(), Shifted()), nn.Conv2d(4, 2, 3, padding=1))
+
+
+@torch.library.custom_op("torchhalo_tests::negated", mutates_args=())
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+class Negates(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + negated(x.detach())
+
+
+def unknown_op() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(nn.ReLU(), Negates()))
+
+
+class Doubled(torch.autograd.Function):
+    """Multiplies by a plain tensor in its backward, where no scope takes it as replicated."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.full((grad.shape[-1],), 2.0, dtype=grad.dtype)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)
+
+
+def mixed_backward() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), Doubles()), nn.Conv2d(4, 4, 1))
+
+
 def test_a_right_model(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["check", "test_check:right", "--input", "3,3,33,28", "--mesh", "2x2", "--backward"])
     shown = capsys.readouterr()
     assert status == 0, shown
-    assert "mesh 2x2: exact, sharded" in shown.out and "first module" not in shown.out
+    assert "mesh 2x2: exact, sharded" in shown.out and "first " not in shown.out
     for kind in ("outputs", "input gradients", "gradients", "buffers"):
         assert f"\n  {kind} " in shown.out
     assert "gathered: 0 bytes" in shown.out and "rank 3:" in shown.out and " bytes\n" in shown.out.partition("; sent ")[2]
@@ -81,11 +165,44 @@ def test_what_differs_and_what_gathers() -> None:
     assert "NOT EXACT, GATHERS" in text and "first module that differs: 1.1" in text and "aten.sort.default in 2" in text
 
 
+def test_a_wrong_forward_is_located() -> None:
+    report = torchhalo.check(wrong_forward, (1, 3, 12, 10), ranks=2, backward=True)
+    assert not report.exact and report.first == "1.1" and report.sharded
+    assert report.first_backward == "of the output of 1.0, made by the backward of 1.1"
+
+
+def test_a_wrong_backward_is_located() -> None:
+    report = torchhalo.check(wrong_backward, (1, 3, 12, 10), ranks=2, backward=True)
+    assert not report.exact and report.first is None and report.differences["outputs"][0] <= report.tolerance
+    assert report.first_backward == "of the output of 1.0, made by the backward of 1.1"
+    assert "\n\n  first gradient that differs: of the output of 1.0, made by the backward of 1.1\n" in str(report)
+
+
+@pytest.mark.parametrize(
+    "model, place, advice",
+    [
+        (unknown_op, "torchhalo_tests.negated.default in 1.1: ", "write it with ops of docs/ops.md"),
+        (mixed_backward, "aten.mul.Tensor in 1.1, backward: RuntimeError: ", "make it in the forward"),
+    ],
+)
+def test_what_to_do_about_a_model_that_raises(model: Callable[[], nn.Module], place: str, advice: str) -> None:
+    report = torchhalo.check(model, (1, 3, 12, 10), ranks=2, backward=True)
+    assert report.error is not None and report.error.startswith(place), report
+    assert report.remedy is not None and advice in report.remedy, report
+    assert f"what to do: {report.remedy}" in str(report)
+
+
+def test_a_model_that_fails_in_one_process_already() -> None:
+    report = torchhalo.check(right, (1, 4, 12, 10), ranks=2)
+    assert report.error is not None and report.error.startswith("in one process already: ") and "in 0: " in report.error
+    assert report.remedy is not None and "without torchhalo too" in report.remedy
+
+
 def test_a_model_that_raises_on_one_rank() -> None:
     start, before = time.monotonic(), set(multiprocessing.active_children())
     report = torchhalo.check(raises, (1, 3, 16, 16), ranks=2, backward=True)
     assert not report.ok and report.error == "in 1.0: ValueError: no such luck"
-    assert "the model raised\n  in 1.0: ValueError: no such luck" in str(report)
+    assert "the model raised\n  in 1.0: ValueError: no such luck\n  what to do: " in str(report)
     assert set(multiprocessing.active_children()) <= before
     assert time.monotonic() - start < 50, "the other rank was ended, not waited for"
 

@@ -7,13 +7,15 @@ every module, of the outputs, gradients and buffers is compared.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchhalo.tools.launch import RankError, on_ranks
-from torchhalo.tools.observe import Case, ModelError, observe
+from torchhalo.tools.observe import Case, Gradient, ModelError, observe
+from torchhalo.tools.remedies import remedy
 
 # Relative to the largest value, or to 1 if that is larger: sums over the sample are cut differently.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -30,24 +32,28 @@ class Report(NamedTuple):
             or to 1, and the name of what differs most.
         tolerance: What they may be.
         first: The first module whose output differs, if any.
+        first_backward: The first gradient that differs in backward, in words, with the modules whose backward made it.
         gathered: The ops that gather: op, module, times, bytes to each rank.
         convolved: How many bytes of inputs the convolutions read.
         memory: The peak memory of each rank.
         alone: That of one process.
         sent: How many bytes each rank sent in exchanges, of halos and of what else changed its owner.
-        error: Why the model did not run, if it did not.
+        error: Why the model did not run, if it did not: the op, the module and what it raised.
+        remedy: What to do about that.
     """
 
     mesh: tuple[int, ...]
     differences: dict[str, tuple[float, str]]
     tolerance: float
     first: str | None
+    first_backward: str | None
     gathered: list[tuple[str, str, int, int]]
     convolved: int
     memory: list[int]
     alone: int
     sent: list[int]
     error: str | None
+    remedy: str | None
 
     @property
     def exact(self) -> bool:
@@ -66,7 +72,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
         if self.error is not None:
-            return f"mesh {mesh}: the model raised\n  {self.error}"
+            return f"mesh {mesh}: the model raised\n  {self.error}\n  what to do: {self.remedy}"
         lines = [f"mesh {mesh}: {'exact' if self.exact else 'NOT EXACT'}, {'sharded' if self.sharded else 'GATHERS'}", ""]
         lines.append(f"  {'':<16}  {'largest difference':>18}  where")
         for name, (worst, where) in self.differences.items():
@@ -74,6 +80,8 @@ class Report(NamedTuple):
         lines.append(f"  {'tolerance':<16}  {self.tolerance:>18.1e}")
         if self.first is not None:
             lines.append(f"\n  first module that differs: {self.first}")
+        if self.first_backward is not None:
+            lines.append(f"{'' if self.first else chr(10)}  first gradient that differs: {self.first_backward}")
         lines.append(
             f"\n  gathered: {sum(row[3] for row in self.gathered):,} bytes of {self.convolved:,} that convolutions read"
         )
@@ -127,24 +135,31 @@ def check(
         progress("one process")
         (alone,) = on_ranks(observe, 1, case, None)
     except RankError as error:
-        return Report(shape, {}, tolerance, None, [], 0, [], 0, [], f"in one process already, {_reason(error)}")
+        return _failed(shape, tolerance, f"in one process already: {_reason(error)}")
     try:
         progress(f"{math.prod(shape)} ranks, mesh {'x'.join(map(str, shape))}")
         seen = on_ranks(observe, math.prod(shape), case, shape)
     except RankError as error:
-        return Report(shape, {}, tolerance, None, [], alone.convolved, [], alone.memory, [], _reason(error))
+        return _failed(shape, tolerance, _reason(error))
+    differences = _differences(alone.values, seen[0].values)
     return Report(
         shape,
-        _differences(alone.values, seen[0].values),
+        differences,
         tolerance,
         _first_difference(alone.modules, _added([rank.modules for rank in seen]), tolerance),
+        _first_gradient(alone.gradients, [rank.gradients for rank in seen], differences, tolerance),
         seen[0].gathered,
         alone.convolved,
         [rank.memory for rank in seen],
         alone.memory,
         [rank.sent for rank in seen],
         None,
+        None,
     )
+
+
+def _failed(shape: tuple[int, ...], tolerance: float, error: str) -> Report:
+    return Report(shape, {}, tolerance, None, None, [], 0, [], 0, [], error, remedy(error))
 
 
 def _reason(error: RankError) -> str:
@@ -178,6 +193,31 @@ def _first_difference(
         if path != other or not _close(values, others, tolerance):
             return path or "the model"
     return None if len(expected) == len(found) else "the number of modules that ran"
+
+
+def _first_gradient(
+    expected: list[Gradient], ranks: list[list[Gradient]], differences: dict[str, tuple[float, str]], tolerance: float
+) -> str | None:
+    """The first gradient in backward that differs, and the modules whose backward made it; else a parameter's, if one does."""
+    found = [_by_name(gradients) for gradients in ranks]
+    for name, each in _by_name(expected).items():
+        shares = [rank[name].sums for rank in found if name in rank]
+        sums = [math.fsum(parts) for parts in zip(*shares, strict=True)]
+        if not _close(each.sums, sums, tolerance):
+            readers = " and ".join(path or "the model" for path in each.readers)
+            return f"of {each.of}" + (f", made by the backward of {readers}" if readers else "")
+    worst, parameter = differences.get("gradients", (0.0, ""))
+    return f"of the parameter {parameter}" if worst > tolerance else None
+
+
+def _by_name(gradients: list[Gradient]) -> dict[tuple[str, int], Gradient]:
+    """By what they are gradients of, and how often that was seen before: a module may run several times."""
+    times: Counter[str] = Counter()
+    named = {}
+    for each in gradients:
+        named[each.of, times[each.of]] = each
+        times[each.of] += 1
+    return named
 
 
 def _difference(expected: torch.Tensor | None, found: torch.Tensor | None) -> float:

@@ -89,7 +89,11 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "Run a model on random input, sharded over local processes and in one process, and compare."
-    after = "Exit status: 0 if the sharded model gives one process's numbers and gathers next to nothing, else 1."
+    after = (
+        "Of a model that differs, it names the first module whose output does and the first gradient that does; of one that "
+        "raises, the op, the module and what to do. Exit status: 0 if the sharded model gives one process's numbers and "
+        "gathers next to nothing, else 1."
+    )
     parser = commands.add_parser("check", help=about, description=about, epilog=after)
     _add_model(parser)
     parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the input (default: 2)")

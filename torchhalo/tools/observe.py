@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torchhalo.exchange import gathers
+from torchhalo.exchange.debug import modules
 from torchhalo.exchange.transfer import counted
 from torchhalo.parallel.arrays import first_copy, shard
 from torchhalo.parallel.parallelize import parallelize, tensors_in, whole
@@ -48,6 +49,20 @@ class Case(NamedTuple):
     seed: int
 
 
+class Gradient(NamedTuple):
+    """The gradient of a tensor that one module made and others read.
+
+    Attributes:
+        of: Which tensor, in words.
+        readers: The paths of the modules that read it, the innermost ones: their backward made the gradient.
+        sums: This rank's share in the sums by which it is told apart.
+    """
+
+    of: str
+    readers: list[str]
+    sums: list[float]
+
+
 class Seen(NamedTuple):
     """What one process saw.
 
@@ -55,6 +70,7 @@ class Seen(NamedTuple):
         values: Outputs, gradients and buffers by name; empty on ranks other than the first.
         modules: The path of each module, in the order in which they ended, and this rank's share in the sums by which its
             outputs are told apart.
+        gradients: Likewise of the gradients of inputs and of outputs of modules, in the order of backward.
         gathered: How often each (op, module) gathered, and the bytes of it.
         convolved: How many bytes of inputs the convolutions read, all ranks together.
         memory: By how many bytes the run raised the peak memory of the process.
@@ -63,6 +79,7 @@ class Seen(NamedTuple):
 
     values: dict[str, torch.Tensor]
     modules: list[tuple[str, list[float]]]
+    gradients: list[Gradient]
     gathered: list[tuple[str, str, int, int]]
     convolved: int
     memory: int
@@ -88,12 +105,13 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
         parallelize(model, mesh, dims=case.dims)
         inputs = [shard(x, mesh, case.dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
     inputs = [x.detach().requires_grad_(case.backward and x.is_floating_point()) for x in inputs]
-    watcher = _Watcher(model)
+    watcher = _Watcher(model, inputs)
     alone = _Alone(mesh)
     if mesh_shape is None:
         alone.mark([*inputs, *model.parameters(), *model.buffers()])
     scope = alone if mesh_shape is None else nullcontext()
-    with gathers.watch(watcher.gather), counted() as sent, scope, Uncast(case.dtype):
+    place = _Place()
+    with gathers.watch(watcher.gather), counted() as sent, modules.watched(), scope, Uncast(case.dtype), place:
         torch.manual_seed(case.seed)
         try:
             outputs = tensors_in(model(*inputs))
@@ -101,11 +119,12 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
             if case.backward:
                 _weighted(outputs).backward()
         except Exception as error:
-            raise ModelError(f"in {watcher.path or 'the model'}: {type(error).__name__}: {error}") from error
+            where = place.where or f"in {watcher.path or 'the model'}"
+            raise ModelError(f"{where}: {type(error).__name__}: {error}") from error
     memory = peak_memory() - before
     values = dict(_values(model, inputs, outputs))
     kept = values if dist.get_rank() == 0 else {}
-    return Seen(kept, watcher.modules, watcher.gathered(), alone.convolved, memory, sum(sent))
+    return Seen(kept, watcher.modules, watcher.gradients, watcher.gathered(), alone.convolved, memory, sum(sent))
 
 
 def _warm_up(mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -176,26 +195,48 @@ def _values(model: nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Te
 
 
 class _Watcher:
-    """Hooks on every module: which one runs, and by which sums its outputs are told apart."""
+    """Hooks on every module: which one runs, and by which sums its outputs, and their gradients, are told apart."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, inputs: list[torch.Tensor]):
         self.stack: list[str] = []
         self.modules: list[tuple[str, list[float]]] = []
+        self.gradients: list[Gradient] = []
         self._gathered: dict[tuple[str, str], list[int]] = {}
+        for number, tensor in enumerate(inputs):
+            self._follow(tensor, f"input {number}")
         for path, module in model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, path))
+            module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, path))
 
     @property
     def path(self) -> str:
         return self.stack[-1] if self.stack else ""
 
-    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(path)
+        for tensor in tensors_in((args, kwargs)):
+            followed = tensor.__dict__.get("_torchhalo_followed")
+            if followed is not None and path not in followed[1]:
+                followed[1].append(path)
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
         self.modules.append((path, [share for tensor in tensors_in(output) for share in _fingerprint(tensor)]))
+        for tensor in tensors_in(output):
+            self._follow(tensor, f"the output of {path or 'the model'}")
+
+    def _follow(self, tensor: torch.Tensor, name: str) -> None:
+        """Note the gradient of ``tensor``, once for the module that made it and not for those that hand it on."""
+        step, _ = tensor.__dict__.get("_torchhalo_followed", ("", []))
+        if not tensor.requires_grad or tensor.grad_fn is step:  # another step: it was written to in place
+            return
+        readers: list[str] = []
+        tensor.__dict__["_torchhalo_followed"] = tensor.grad_fn, readers
+        tensor.register_hook(partial(self._gradient, name, readers))
+
+    def _gradient(self, name: str, readers: list[str], grad: torch.Tensor) -> None:
+        inner = [path for path in readers if not any(other != path and other.startswith(f"{path}.") for other in readers)]
+        self.gradients.append(Gradient(name, inner, _fingerprint(grad)))
 
     def gather(self, gather: gathers.Gather) -> None:
         """Count a gather where it happens."""
@@ -241,6 +282,22 @@ class _Alone(watching.TorchDispatchMode):
         if func._schema.is_mutable:
             return args[0]
         return tuple(map(dtensors.local, out)) if isinstance(out, tuple) else dtensors.local(out)
+
+
+class _Place(watching.TorchDispatchMode):
+    """Notes at which op, and in which module, a model raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            backward = ", backward" if modules.backward() else ""
+            self.where = f"{func} in {modules.path() or 'the model'}{backward}"
+            raise
 
 
 class Uncast(watching.TorchDispatchMode):
