@@ -15,7 +15,7 @@ DOCS := .venv-docs
 .PHONY: help setup test lint format demo models docs clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(READY)  ## make the virtual environment
 

@@ -121,7 +121,7 @@ def test_commands_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (folder / block.file).write_text(block.text)
     lines = [line for block in found for line in block.text.splitlines()]
     commands = [shlex.split(line.removeprefix("$ ")) for line in lines if re.match(r"(\$ )?(torchhalo|make|python -m) ", line)]
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for program, *rest in commands:
         if program == "torchhalo":
             with pytest.raises(Parsed):
