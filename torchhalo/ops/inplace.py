@@ -6,6 +6,9 @@ nothing of its own, since autograd takes the piece's part of the gradient by the
 
 The other way round, a piece that was cut before its base was written to would show what was there before. No op can cut it
 again behind the back of the others, since that communicates; so it raises when it is used.
+
+Partial sums stay partial sums, as other tensors may share their memory: what an op writes to them is computed apart, and
+written as summands that add up to it.
 """
 
 from __future__ import annotations
@@ -140,6 +143,11 @@ def written(handler: handlers.Handler) -> handlers.Handler:
 
     def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         targets = handlers.mutated_arguments(op, args, kwargs)
+        if op not in _overwriting and any(map(_partial, (p for target in targets for p in target.placements))):
+            variant = handlers.functional_variant(op)
+            if variant is not None:
+                _write_summands(op, targets, variant(*args, **kwargs))
+                return args[0] if op._schema.returns else None
         if op in _overwriting and targets:
             stale_views.clear_stale(targets[0])
         if op is aten.copy_.default and _same(*args[:2]):  # `y[a:b] += v` ends so
@@ -154,6 +162,17 @@ def written(handler: handlers.Handler) -> handlers.Handler:
         return out
 
     return around
+
+
+def _write_summands(op: handlers.Op, targets: Sequence[DTensor], results: Any) -> None:
+    """Write to partial sums what an op that writes nothing made of them."""
+    for target, result in zip(targets, results if isinstance(results, (list, tuple)) else (results,), strict=True):
+        if result.shape != target.shape or not torch.can_cast(result.dtype, target.dtype):
+            raise RuntimeError(
+                f"{op.overloadpacket.__name__}: a result of shape {tuple(result.shape)} and {result.dtype} can't be written to "
+                f"a tensor of shape {tuple(target.shape)} and {target.dtype}"
+            )
+        aten.copy_(target, result)
 
 
 @lru_cache(maxsize=4096)

@@ -116,6 +116,20 @@ def _writes(op: Op) -> tuple[list[int], list[str]]:
     return [i for i, _ in written], [name for _, name in written]
 
 
+@lru_cache(maxsize=4096)
+def functional_variant(op: Op) -> Op | None:
+    """The op that returns what ``op`` writes to its one target, such as ``relu`` for ``relu_``, or None if there is none."""
+    name = op._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    if packet is None or torch.Tag.inplace_view in op.tags or len(_writes(op)[0]) != 1:
+        return None
+    wanted = [(arg.name, str(arg.type), arg.default_value) for arg in op._schema.arguments]
+    for variant in (getattr(packet, overload) for overload in packet.overloads()):
+        if [(arg.name, str(arg.type), arg.default_value) for arg in variant._schema.arguments] == wanted:
+            return variant
+    return None
+
+
 def aliasing_ops() -> tuple[list[Op], list[Op]]:
     """The aten ops that write to a tensor, and those whose result is a view of one."""
     writers: list[Op] = []

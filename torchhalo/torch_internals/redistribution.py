@@ -8,7 +8,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from torch.distributed.tensor import DTensor, Replicate
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchhalo.torch_internals.calls import Op
 from torchhalo.torch_internals.dtensors import bare
+from torchhalo.torch_internals.process_groups import coordinate
+from torchhalo.torch_internals.simulation import per_rank
 from torchhalo.torch_internals.watching import Redistribution, announce
 
 
@@ -46,16 +49,34 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
     """
     if tensor._spec.placements == tuple(placements):
         return tensor
-    reduced = [Replicate() if p.is_partial() and p != q else p for p, q in zip(tensor.placements, placements, strict=True)]
-    steps = list(dict.fromkeys((tensor.placements, tuple(reduced), tuple(placements))))
+    pairs = list(zip(tensor.placements, placements, strict=True))
+    reduced = tuple(Replicate() if p.is_partial() and p != q else p for p, q in pairs)
+    whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
+    steps = list(dict.fromkeys((tensor.placements, reduced, whole)))
     for source, step in pairwise(steps):  # all of them first: a listener may refuse the last
         announce(Redistribution(op, tensor.shape, tensor.dtype, tensor.device_mesh, source, step))
     for step in steps[1:]:
-        spec = tensor._spec
-        target = DTensorSpec(spec.mesh, step, spec.tensor_meta)
-        shard = redistribute_local_tensor(tensor._local_tensor, spec, target)
-        tensor = DTensor(bare(shard), target, requires_grad=False)
-    return tensor
+        tensor = _step(tensor, step, redistribute_local_tensor)
+    return tensor if whole == tuple(placements) else _step(tensor, placements, _summands)
+
+
+def _step(tensor: DTensor, placements: Sequence[Placement], move: Callable[..., torch.Tensor]) -> DTensor:
+    spec = tensor._spec
+    target = DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
+    return DTensor(bare(move(tensor._local_tensor, spec, target)), target, requires_grad=False)
+
+
+def _summands(shard: torch.Tensor, spec: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """Of a sum the first rank gets all: DTensor divides by their number, which rounds and makes fractions of integers."""
+    changed = [(axis, q) for axis, (p, q) in enumerate(zip(spec.placements, target.placements, strict=True)) if p != q]
+    if any(q != Partial() for _, q in changed):
+        return redistribute_local_tensor(shard, spec, target)
+    here = coordinate(spec.mesh)
+
+    def kernel(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        return torch.zeros_like(shard) if any(coordinate[axis] for axis, _ in changed) else shard.clone()
+
+    return shard if here is None else per_rank(kernel, shard, *here)
 
 
 def reduce_partial(tensor: DTensor) -> DTensor:
