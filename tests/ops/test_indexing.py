@@ -396,3 +396,14 @@ def test_a_copy_forgets() -> None:
         y = shard(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
         copy.deepcopy(y[1:4]).zero_()
         assert whole(y).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_partial_sums_are_copied_as_such() -> None:
+    """As autograd copies a gradient whose strides are not the parameter's; where a compiler chose them, on some ranks only."""
+    with simulated(2), wire() as sent:
+        mesh = init_device_mesh(DEVICE, (2,))
+        values = torch.randn(4, 3, dtype=torch.float64)
+        gradient = shard(values, mesh, [Partial()])
+        copied = gradient.new_empty_strided((4, 3), (1, 4)).copy_(gradient)
+        assert copied.placements == (Partial(),) and copied.stride() == (1, 4) and not sent
+        torch.testing.assert_close(whole(copied), values.to(DEVICE))

@@ -60,6 +60,12 @@ def check(size: int, ranks: tuple[int, ...], backend: str, input_needs_grad: boo
     compiler = backend
     if backend in PARTITIONS:
         compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=PARTITIONS[backend])
+    if backend == "inductor's":  # of the graph that inductor makes before it cuts it in two
+        from torch._inductor.compile_fx import partition_fn  # some releases warn
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
+        compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition_fn, decompositions=table)
     eager, compiled = leaves(), leaves()
     expected = network(*eager)
     expected.backward()
@@ -81,6 +87,8 @@ def check(size: int, ranks: tuple[int, ...], backend: str, input_needs_grad: boo
         ((3,), UNEVEN, "default", True),
         ((3,), EMPTY, "min-cut", True),
         ((3,), EMPTY, "min-cut", False),
+        ((3,), EMPTY, "inductor's", True),
+        ((3,), EMPTY, "inductor's", False),
         ((2, 2), UNEVEN, "min-cut", True),
     ],
 )

@@ -488,7 +488,11 @@ def triangle(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     traffic="nothing",
 )
 def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.new_empty`` and its kin: cut as the given tensor, along dims that it has and that are longer than 1."""
+    """Handler of ``aten.new_empty`` and its kin: cut as the given tensor, along dims that it has and that are longer than 1.
+
+    Autograd copies a gradient into ``new_empty_strided`` if its strides are not the parameter's. A compiler chooses the strides
+    of each rank's partial sums, so only some ranks may copy: they must remain partial sums, or only some would reduce them.
+    """
     input, size = args[:2]
     if not known(input):
         return handlers.stock(op, args, kwargs)
@@ -496,7 +500,11 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     result = result._replace(dtype=kwargs.get("dtype") or result.dtype)
     mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
     same, like = tuple(size) == tuple(input.shape), len(size) == input.ndim
-    placements = [p if isinstance(p, Shard) and (same or (like and size[p.dim] > 1)) else Replicate() for p in input.placements]
+    kept = same and op is aten.new_empty_strided.default
+    placements = [
+        p if (isinstance(p, Shard) and (same or (like and size[p.dim] > 1))) or (kept and p.is_partial()) else Replicate()
+        for p in input.placements
+    ]
     target = layout(size, mesh, placements)
     order = sorted(range(len(size)), key=lambda dim: -result.stride[dim])
 

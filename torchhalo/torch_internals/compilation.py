@@ -47,27 +47,40 @@ def tag_compiled_code(on: bool) -> None:
         setattr(DTensor, "_stable_hash_for_caching", _hash_of_this_rank if on else _stock_hash)  # noqa: B010
 
 
-# The partitioner of torch.compile keeps a copy in the backward graph of each collective of the forward one that it could
-# compute there, also where nothing needs it. Which these are depends on the sizes of tensors, which differ between shards: then
-# one rank would wait for another forever.
+# The partitioner of torch.compile cuts one graph into those of forward and backward by what depends on what, and by size.
+# Both differ between shards; so every collective is kept where it was called, or one rank would wait for another forever.
 def send_once(on: bool) -> None:
-    global _stock_extract
-    if on == (_stock_extract is not None):
+    if on == bool(_stock_partitioner):
         return
     from torch._functorch import partitioners  # takes 0.4 s
 
-    stock = _stock_extract
-    _stock_extract = partitioners._extract_fwd_bwd_modules if on else None
-    setattr(partitioners, "_extract_fwd_bwd_modules", _extracted if on else stock)  # noqa: B010
+    for name, ours in (("classify_nodes", _classified), ("_extract_fwd_bwd_modules", _extracted)):
+        if on:
+            _stock_partitioner[name] = getattr(partitioners, name)
+        setattr(partitioners, name, ours if on else _stock_partitioner.pop(name))
 
 
-_stock_extract: Callable[..., Any] | None = None
+_stock_partitioner: dict[str, Callable[..., Any]] = {}
+
+
+def _classified(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Which nodes are of forward and which of backward.
+
+    An empty shard depends on nothing, as the compiler makes a constant of it; so a collective of backward that sends one would
+    be taken for one of forward.
+    """
+    for node in joint.graph.nodes:
+        if _is_collective(node) and node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+    return _stock_partitioner["classify_nodes"](joint, *args, **kwargs)
 
 
 def _extracted(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """The forward and the backward graph, the latter without what is left over in it of the former's collectives."""
-    assert _stock_extract is not None
-    forward, backward = _stock_extract(*args, **kwargs)
+    """The forward and the backward graph, the latter without what is left over in it of the former's collectives.
+
+    Stock keeps a copy of each that it could compute there, also where nothing needs it.
+    """
+    forward, backward = _stock_partitioner["_extract_fwd_bwd_modules"](*args, **kwargs)
     sent = {node.name for node in forward.graph.nodes if _is_collective(node)}
     for node in reversed(backward.graph.nodes):
         repeated = _is_collective(node) and node.name in sent
