@@ -22,11 +22,13 @@ setup: $(READY)  ## make the virtual environment
 # torch first and exactly: a range would let pip choose another build of it, with gigabytes beside it. And once more beside the
 # rest: pip replaces a torch whose requirements do not fit theirs, and the tests would run on another release. Triton's interpreter
 # tests our kernels: torch for CUDA brings a Triton, torch for CPUs does not.
-$(READY): requirements-dev.txt pyproject.toml
+$(READY): requirements-dev.txt requirements-models.txt models/torchvision_ops.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==$(TORCH)
 	$(BIN)/python -m pip install torch==$(TORCH) --requirement requirements-dev.txt
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install "$(TRITON)"
+	$(BIN)/python -m pip install --no-deps --requirement requirements-models.txt
+	$(BIN)/python models/torchvision_ops.py
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
