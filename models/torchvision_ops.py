@@ -1,9 +1,9 @@
 """Make torchvision importable beside a torch for CPUs: run ``python models/torchvision_ops.py`` once after installing it.
 
-The C++ ops in PyPI's wheel of torchvision link against CUDA. Beside a torch for CPUs they do not load, and importing torchvision
-raises, because it registers kernels for ops that do not exist. Every library that imports torchvision raises too. This script
-appends the schemas of these ops to the installed ``torchvision/extension.py``; they are defined only where the C++ ops do not
-load. No model of the page calls them.
+The C++ ops in PyPI's wheel of torchvision link against CUDA. Beside a torch for CPUs they do not load. Then torchvision, and
+every library that imports it, raises on import: it registers kernels for ops that do not exist. This script appends the
+schemas of these ops to the installed ``torchvision/extension.py``; they are defined only where the C++ ops do not load. No
+model of the page calls them.
 """
 
 from __future__ import annotations
