@@ -267,7 +267,7 @@ def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     if memory is None:
         return sharded
     local = simulation.per_rank(memory, sharded.to_local())
-    return dtensors.wrap(local, mesh, placements, dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    return dtensors.wrap(local, mesh, placements, dtensors.meta(tensor))
 
 
 def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

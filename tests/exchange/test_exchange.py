@@ -316,8 +316,8 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
     Returns:
         For each rank, its terms of ``<A x, y>`` and of ``<x, A* y>``, whose sums over all ranks must be equal.
     """
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         return []
     exchange = case.exchange
     with maybe_disable_local_tensor_mode():
@@ -328,7 +328,7 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
         needs = exchange.plan(coordinate).needs
         return cut(case, source, coordinate), cut(case, cotangent(case, coordinate), coordinate, needs)
 
-    shard, pulled = simulation.per_rank(given, *here)
+    shard, pulled = simulation.per_rank(given, *coordinate)
     order = (0, *range(2, len(case.shape)), 1) if case.channels_last else None
     halo = start(shard, exchange, mesh, order)
     places = group_places(exchange, mesh)
@@ -363,7 +363,7 @@ def check(case: Case, mesh: DeviceMesh) -> list[tuple[float, float]]:
 
     # Only now, when nothing is left to send: a rank on which an assertion fails must not leave the others waiting.
     assert (halo is None) == (not exchange.needed())
-    simulation.per_rank(compare, shard, halo, pulled, folded, *here)
+    simulation.per_rank(compare, shard, halo, pulled, folded, *coordinate)
     return terms
 
 

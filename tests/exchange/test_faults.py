@@ -225,7 +225,7 @@ def meet(visits: dict[int, debug.Record], limit: float = 10.0, late: int | None 
         if rank == late:
             gone.wait()
         try:
-            debug.Desk(store, rank).meet(tuple(visits), visits[rank], timedelta(seconds=limit))
+            debug.Rendezvous(store, rank).meet(tuple(visits), visits[rank], timedelta(seconds=limit))
             errors[rank] = ""
         except RuntimeError as error:
             errors[rank] = str(error)
@@ -267,9 +267,9 @@ def test_settings_are_told_where_they_differ() -> None:
 
 def test_the_store_does_not_grow() -> None:
     store, sizes = dist.HashStore(), []
-    desks = [debug.Desk(store, rank) for rank in range(2)]
+    desks = [debug.Rendezvous(store, rank) for rank in range(2)]
 
-    def visit(desk: debug.Desk) -> None:
+    def visit(desk: debug.Rendezvous) -> None:
         for _ in range(20):
             desk.meet((0, 1), place("conv"), TIMEOUT)
             sizes.append(store.num_keys())

@@ -53,9 +53,9 @@ def check(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement
         found[tuple(coordinate)] = tuple(shard.shape)
         return shard
 
-    here = process_groups.coordinate(mesh)
-    if here is not None:
-        simulation.per_rank(on_rank, held.to_local(), *here)
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is not None:
+        simulation.per_rank(on_rank, held.to_local(), *coordinate)
     return found
 
 

@@ -260,12 +260,12 @@ def check_part_of_the_world() -> None:
     """On a mesh whose ranks are in descending order, which `distribute_tensor` does not know to fill."""
     mesh = DeviceMesh("cpu", [2, 0])
     x = torch.arange(48.0).view(2, 4, 6)
-    here = mesh.get_coordinate()
-    part = torch.empty(0) if here is None else x.chunk(2, 2)[here[0]]
+    coordinate = mesh.get_coordinate()
+    part = torch.empty(0) if coordinate is None else x.chunk(2, 2)[coordinate[0]]
     y = DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()).view(2, 24)
     assert y.shape == (2, 24) and y.placements == (Shard(1),)
-    if here is not None:
-        assert torch.equal(y.to_local(), x.view(2, 24).chunk(2, 1)[here[0]])
+    if coordinate is not None:
+        assert torch.equal(y.to_local(), x.view(2, 24).chunk(2, 1)[coordinate[0]])
 
 
 def test_a_mesh_that_is_not_the_world(pool) -> None:

@@ -24,7 +24,7 @@ from torchhalo.torch_internals import caching, fake_tensors
 
 RANKS, STEPS, HUGE_EVERY = 3, 500, 50
 COUNTED = 149, 299, 499  # the steps after which a process counts what it holds
-KEPT = 1024  # less than usual, so that all is let go several times
+CACHE_SIZE = 1024  # less than usual, so that all is let go several times
 MIB = 2**20
 
 
@@ -128,14 +128,14 @@ def soak() -> tuple[list[float], dict[str, torch.Tensor], list[Held]]:
 
     def watch(step: int) -> None:
         for name, table in tables(mesh).items():
-            assert len(table) <= KEPT, f"{name} keeps {len(table)} after step {step}"
+            assert len(table) <= CACHE_SIZE, f"{name} keeps {len(table)} after step {step}"
         for name, cache in known.items():
             assert cache.cache_info().currsize <= cache.cache_info().maxsize, f"{name}: {cache.cache_info()}"
         if step in COUNTED:
             counts.append(held(mesh))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(caching, "KEPT", KEPT)
+        patch.setattr(caching, "CACHE_SIZE", CACHE_SIZE)
         model = torchhalo.parallelize(made(), mesh, dims=2)
         losses = train(model, mesh, watch)
     return losses, {name: whole(value) for name, value in model.state_dict().items()}, counts

@@ -137,4 +137,4 @@ def test_a_world_knows_nothing_of_those_before() -> None:
     """An equal mesh of another world is seen from another rank."""
     for rank, members in ((0, (0, 2)), (3, (1, 3))):
         with simulated(4) if rank == 0 else simulation.fake_world(4, rank):
-            assert process_groups.fiber_members(init_device_mesh("cpu", (2, 2)), [0]) == members
+            assert process_groups.submesh_members(init_device_mesh("cpu", (2, 2)), [0]) == members

@@ -20,7 +20,7 @@ from torchhalo.exchange.layout import Layout
 from torchhalo.torch_internals import collectives, process_groups, simulation, tracing
 
 
-def moved(
+def reindexed(
     indices: torch.Tensor, source: Sequence[int], target: Sequence[int], move: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Flat indices into a box of shape ``source`` as ones into a box of shape ``target``.
@@ -81,13 +81,13 @@ class Addresses(NamedTuple):
             shares = [sum(at * strides[axis] for at, axis in zip(place, cuts, strict=True)) for place in places]
             lengths = [part.size for part in self.layout.parts(dim)]
             tables[dim] = torch.repeat_interleave(torch.tensor(shares), torch.tensor(lengths)).to(keys.device)
-        return moved(keys, frame, [1] * len(frame), lambda dim, at: tables[dim][at] if dim in tables else at * 0)
+        return reindexed(keys, frame, [1] * len(frame), lambda dim, at: tables[dim][at] if dim in tables else at * 0)
 
     def positions(self, keys: torch.Tensor, coordinate: Sequence[int]) -> torch.Tensor:
         """The flat index of each key's element in the shard of the rank at ``coordinate``, which owns it."""
         own = self.layout.owned(coordinate)
         starts = [own.spans[dim].start if dim in self.dims else 0 for dim in range(len(own.spans))]
-        return moved(keys, self.frame(coordinate), own.shape, lambda dim, at: at - starts[dim])
+        return reindexed(keys, self.frame(coordinate), own.shape, lambda dim, at: at - starts[dim])
 
 
 class Route(NamedTuple):
@@ -107,29 +107,29 @@ class Route(NamedTuple):
     received: tuple[int, ...]
     group: dist.ProcessGroup
 
-    def there(self, packed: torch.Tensor) -> torch.Tensor:
+    def send(self, packed: torch.Tensor) -> torch.Tensor:
         """What others send to this rank, of one element for each of ``away``; for `collectives.wait`."""
         return collectives.all_to_all(packed, self.received, self.sent, self.group)
 
-    def back(self, answers: torch.Tensor) -> torch.Tensor:
+    def reply(self, answers: torch.Tensor) -> torch.Tensor:
         """One element for each of ``away``, of one for each element that came; for `collectives.wait`."""
         return collectives.all_to_all(answers, self.sent, self.received, self.group)
 
 
-def route(addresses: Addresses, indices: torch.Tensor, mesh: DeviceMesh, wrong: str) -> Route:
+def find_route(addresses: Addresses, indices: torch.Tensor, mesh: DeviceMesh, message: str) -> Route:
     """Find out who owns what the indices name.
 
     Args:
         indices: This rank's.
-        wrong: The error if an index is out of range; ``{}`` stands for the index.
+        message: The error if an index is out of range; ``{}`` stands for the index.
     """
     if tracing.is_tracing():
         raise NotImplementedError(
             "where indices reach along a sharded dim, what travels depends on their values, which torch.compile cannot trace: "
             "put the call (max_unpool, gather) in a function under torch.compiler.disable"
         )
-    group, places = process_groups.fiber_group(mesh, addresses.axes)
-    here = process_groups.coordinate(mesh)
+    group, places = process_groups.submesh_group(mesh, addresses.axes)
+    coordinate = process_groups.coordinate(mesh)
 
     def place(coordinate: Sequence[int]) -> int:
         index = 0
@@ -150,26 +150,26 @@ def route(addresses: Addresses, indices: torch.Tensor, mesh: DeviceMesh, wrong: 
         rows = dict(zip(product(*map(range, mesh.shape)), told.tolist(), strict=True))
         for *_, least, most in rows.values():
             if least < 0 or most >= max(1, addresses.volume):
-                raise RuntimeError(wrong.format(least if least < 0 else most))
+                raise RuntimeError(message.format(least if least < 0 else most))
         fiber = [at for at in rows if all(at[a] == coordinate[a] for a in range(mesh.ndim) if a not in addresses.axes)]
         received = {place(at): rows[at][place(coordinate)] for at in fiber}
         return *rows[coordinate][:-2], *(received[member] for member in range(len(places)))
 
-    keys, mine, away, counts = simulation.per_rank(look, indices, here)
-    agreed = simulation.per_rank(agree, collectives.all_gather(counts, mesh, range(mesh.ndim)), here)
+    keys, mine, away, counts = simulation.per_rank(look, indices, coordinate)
+    agreed = simulation.per_rank(agree, collectives.all_gather(counts, mesh, range(mesh.ndim)), coordinate)
     return Route(keys, mine, away, agreed[: len(places)], agreed[len(places) :], group)
 
 
-def scatter(values: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, wrong: str) -> torch.Tensor:
+def scatter(values: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, message: str) -> torch.Tensor:
     """This rank's shard of a tensor of zeros in which each value is where its index says; of several at one place, any.
 
     Args:
         values, indices: This rank's, of one shape.
         addresses: Of the result.
-        wrong: As in `route`.
+        message: As in `find_route`.
     """
-    way = route(addresses, indices, mesh, wrong)
-    here = process_groups.coordinate(mesh)
+    route = find_route(addresses, indices, mesh, message)
+    coordinate = process_groups.coordinate(mesh)
 
     def pack(values: torch.Tensor, keys: torch.Tensor, away: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return values.flatten()[away], keys[away]
@@ -188,20 +188,20 @@ def scatter(values: torch.Tensor, indices: torch.Tensor, addresses: Addresses, m
         out[addresses.positions(collectives.wait(theirs), coordinate)] = collectives.wait(others)
         return out[:-1].view(shape)
 
-    packed = simulation.per_rank(pack, values, way.keys, way.away)
-    others, theirs = (way.there(each) for each in packed)
-    return simulation.per_rank(place, values, way.keys, way.mine, others, theirs, here)
+    packed = simulation.per_rank(pack, values, route.keys, route.away)
+    others, theirs = (route.send(each) for each in packed)
+    return simulation.per_rank(place, values, route.keys, route.mine, others, theirs, coordinate)
 
 
-def gather(shard: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, wrong: str) -> torch.Tensor:
+def gather(shard: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, message: str) -> torch.Tensor:
     """For each of this rank's indices the element that it names.
 
     Args:
         shard: This rank's, of the tensor that ``addresses`` are of.
-        wrong: As in `route`.
+        message: As in `find_route`.
     """
-    way = route(addresses, indices, mesh, wrong)
-    here = process_groups.coordinate(mesh)
+    route = find_route(addresses, indices, mesh, message)
+    coordinate = process_groups.coordinate(mesh)
 
     def answer(shard: torch.Tensor, theirs: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
         return shard.flatten()[addresses.positions(collectives.wait(theirs), coordinate)]
@@ -220,6 +220,6 @@ def gather(shard: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mes
         out[away] = collectives.wait(answers)
         return out.view(indices.shape)
 
-    theirs = way.there(simulation.per_rank(lambda keys, away: keys[away], way.keys, way.away))
-    answers = way.back(simulation.per_rank(answer, shard, theirs, here))
-    return simulation.per_rank(join, shard, indices, way.keys, way.mine, way.away, answers, here)
+    theirs = route.send(simulation.per_rank(lambda keys, away: keys[away], route.keys, route.away))
+    answers = route.reply(simulation.per_rank(answer, shard, theirs, coordinate))
+    return simulation.per_rank(join, shard, indices, route.keys, route.mine, route.away, answers, coordinate)

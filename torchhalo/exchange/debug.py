@@ -49,10 +49,10 @@ def agree(what: str, values: Mapping[str, object], mesh: DeviceMesh) -> None:
         return
     record = {"place": what, "facts": {name: str(value) for name, value in values.items()}}
     limit = process_groups.timeout(mesh.get_group(0), mesh.device_type)
-    _desk().meet(process_groups.fiber_members(mesh, range(mesh.ndim)), record, limit)
+    _rendezvous().meet(process_groups.submesh_members(mesh, range(mesh.ndim)), record, limit)
 
 
-class Desk:
+class Rendezvous:
     """Where ranks lay down where they are, and are told whether they may go on.
 
     The first of those who meet reads what all of them wrote, and writes a verdict that the others wait for: nothing, or the
@@ -78,8 +78,8 @@ class Desk:
                 self._store.delete_key(old[at])
         except RuntimeError as error:
             raise RuntimeError(
-                f"at {_told(record)}: the key-value store of the process group is gone, and with it the process that held it, "
-                f"in most cases rank 0. {error}"
+                f"at {_describe(record)}: the key-value store of the process group is gone, and with it the process that held "
+                f"it, in most cases rank 0. {error}"
             ) from error
         if verdict:
             raise RuntimeError(verdict)
@@ -103,12 +103,12 @@ class Desk:
 
     def _absent(self, ranks: list[int], record: Record, limit: timedelta) -> str:
         seen = "; ".join(f"rank {rank} was last seen {self._last(rank)}" for rank in ranks)
-        late = f"{_ranks(ranks)} did not come to {_told(record)} within {limit.total_seconds():g} s"
+        late = f"{_ranks(ranks)} did not come to {_describe(record)} within {limit.total_seconds():g} s"
         return f"{late}: killed, late, or stopped by an error. {seen}"
 
     def _last(self, rank: int) -> str:
         key = f"last/{rank}"
-        return f"at {_told(self._get(key))}" if self._store.check([key]) else "before it met any other"
+        return f"at {_describe(self._get(key))}" if self._store.check([key]) else "before it met any other"
 
     def _came(self, keys: list[str], limit: timedelta) -> bool:
         """Whether all keys are there before the limit. It asks again and again: waiting would lock torch's threads out."""
@@ -137,11 +137,11 @@ def difference(records: Mapping[int, Record]) -> str:
     differing = {name for each in facts for name in each if len({other.get(name) for other in facts}) > 1}
     if len({record["place"] for record in records.values()}) > 1:
         differing.clear()
-    told: dict[str, list[int]] = {}
+    descriptions: dict[str, list[int]] = {}
     for rank, record in records.items():
-        told.setdefault(_told(record, differing), []).append(rank)
-    if len(told) > 1:
-        parts = sorted(told.items(), key=lambda part: (len(part[1]), part[1]))
+        descriptions.setdefault(_describe(record, differing), []).append(rank)
+    if len(descriptions) > 1:
+        parts = sorted(descriptions.items(), key=lambda part: (len(part[1]), part[1]))
         return "the ranks are not in step: " + "; ".join(
             f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in parts
         )
@@ -149,11 +149,11 @@ def difference(records: Mapping[int, Record]) -> str:
         for peer, sent in record.get("sends", {}).items():
             expected = records[int(peer)]["expects"][str(rank)]
             if sent != expected:
-                return f"at {_told(record)} rank {rank} sends {sent} elements to rank {peer}, which expects {expected}"
+                return f"at {_describe(record)} rank {rank} sends {sent} elements to rank {peer}, which expects {expected}"
     return ""
 
 
-def _told(record: Record, names: set[str] | frozenset[str] = frozenset()) -> str:
+def _describe(record: Record, names: set[str] | frozenset[str] = frozenset()) -> str:
     if "error" in record:
         return record["error"]
     facts = [f"{name} {value}" for at, (name, value) in enumerate(record["facts"].items()) if at == 0 or name in names]
@@ -230,9 +230,9 @@ class _Comparison(watching.Watcher):
             return
         members = tuple(dist.get_process_group_ranks(group))
         packet = _dtype(tensor.dtype) if sent else f"{tuple(tensor.shape)} {_dtype(tensor.dtype)}"
-        record = _here(kind, None, {"packet": packet, "collective": kind})
+        record = _own_record(kind, None, {"packet": packet, "collective": kind})
         record["sends"], record["expects"] = dict(zip(members, sent, strict=False)), dict(zip(members, received, strict=False))
-        _desk().meet(members, record, process_groups.timeout(group, tensor.device.type))
+        _rendezvous().meet(members, record, process_groups.timeout(group, tensor.device.type))
 
     def redistribution(self, each: watching.Redistribution) -> None:
         op, shape, dtype, mesh, source, target = each
@@ -242,10 +242,10 @@ class _Comparison(watching.Watcher):
             return
         facts = {"tensor": f"{tuple(shape)} {_dtype(dtype)}", "from": f"{tuple(source)}", "to": f"{tuple(target)}"}
         limit = process_groups.timeout(mesh.get_group(axes[0]), mesh.device_type)
-        _desk().meet(process_groups.fiber_members(mesh, axes), _here("redistribute", op, facts), limit)
+        _rendezvous().meet(process_groups.submesh_members(mesh, axes), _own_record("redistribute", op, facts), limit)
 
 
-def _here(kind: str, op: Any, facts: dict[str, str]) -> Record:
+def _own_record(kind: str, op: Any, facts: dict[str, str]) -> Record:
     """Where this rank is, with what its op is called with before ``facts``."""
     call = calls.running_call()
     if call is not None:
@@ -260,8 +260,8 @@ def _arguments(call: calls.Call) -> dict[str, str]:
     """What must be the same on all ranks: global shapes, dtypes and placements of tensors, numbers and settings."""
     names = [argument.name for argument in call.op._schema.arguments]
     values = handlers.bind(call.op, call.args, call.kwargs)
-    told = {name: _value(value) for name, value in zip(names, values, strict=False)}
-    return {name: value for name, value in told.items() if value is not None}
+    descriptions = {name: _value(value) for name, value in zip(names, values, strict=False)}
+    return {name: value for name, value in descriptions.items() if value is not None}
 
 
 def _value(value: Any) -> str | None:
@@ -276,15 +276,15 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_desks: list[Desk] = []
+_rendezvous_of_world: list[Rendezvous] = []
 
 
-def _desk() -> Desk:
+def _rendezvous() -> Rendezvous:
     """That of the present world."""
     store = process_groups.key_value_store()
-    if not _desks or _desks[0].world is not store:
-        _desks[:] = [Desk(store, dist.get_rank())]
-    return _desks[0]
+    if not _rendezvous_of_world or _rendezvous_of_world[0].world is not store:
+        _rendezvous_of_world[:] = [Rendezvous(store, dist.get_rank())]
+    return _rendezvous_of_world[0]
 
 
 modules = Modules()

@@ -57,7 +57,7 @@ def edges(exchange: Exchange, own: Box, region: Box) -> list[Box] | None:
 
 
 def bulk_and_strips(
-    exchange: Exchange, plan: Plan, here: Task, like: torch.Tensor, format: torch.memory_format, pads: Pads
+    exchange: Exchange, plan: Plan, task: Task, like: torch.Tensor, format: torch.memory_format, pads: Pads
 ) -> tuple[Task | None, list[Task]]:
     """The bulk and the strips of what a rank computes; None and none to compute it at once.
 
@@ -65,15 +65,15 @@ def bulk_and_strips(
         like: A tensor of the source's kind.
         format: The source's.
     """
-    own = Box(tuple(here.outputs.spans[dim] for dim in here.dims))
-    wanted = worthwhile(here.owned.size * like.element_size(), like.device.type) if _forced is None else _forced
-    if not (wanted and here.owned.size and own.size and plan.receives):
+    own = Box(tuple(task.outputs.spans[dim] for dim in task.dims))
+    wanted = worthwhile(task.owned.size * like.element_size(), like.device.type) if _forced is None else _forced
+    if not (wanted and task.owned.size and own.size and plan.receives):
         return None, []
     fitted = []
-    for dim, window, outputs, held in zip(here.dims, exchange.windows, own.spans, plan.owned.spans, strict=True):
+    for dim, window, outputs, held in zip(task.dims, exchange.windows, own.spans, plan.owned.spans, strict=True):
         assert isinstance(window, Window)
         found = crop(window, held, outputs, False)
-        if found is None or not pads(dim, *found[1:]) or (found[0] != held and dim not in croppable(here.owned.shape, format)):
+        if found is None or not pads(dim, *found[1:]) or (found[0] != held and dim not in croppable(task.owned.shape, format)):
             return None, []
         fitted.append(found)
     region = Box(tuple(span for span, _, _ in fitted))
@@ -81,5 +81,5 @@ def bulk_and_strips(
     if strips is None:
         return None, []
     reached = [Box(tuple(w.reach(span) for w, span in zip(exchange.windows, s.spans, strict=True))) for s in strips]
-    bulk = here.part(own, region, tuple(padding for _, padding, _ in fitted))
-    return bulk, [here.part(strip, each) for strip, each in zip(strips, reached, strict=True)]
+    bulk = task.part(own, region, tuple(padding for _, padding, _ in fitted))
+    return bulk, [task.part(strip, each) for strip, each in zip(strips, reached, strict=True)]

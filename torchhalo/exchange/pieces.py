@@ -10,7 +10,7 @@ from torchhalo.exchange.task import Task
 from torchhalo.geometry import Pieces
 
 
-def gather_pieces(region: torch.Tensor, here: Task, relations: Mapping[int, Pieces]) -> torch.Tensor:
+def gather_pieces(region: torch.Tensor, task: Task, relations: Mapping[int, Pieces]) -> torch.Tensor:
     """The rank's outputs, cut from the region piece by piece along each dim: a kernel for `forward`, best with `exact`.
 
     Args:
@@ -21,15 +21,15 @@ def gather_pieces(region: torch.Tensor, here: Task, relations: Mapping[int, Piec
         Roll by two along dim 3 (below autograd, in a handler)::
 
             ring = {3: Pieces((Piece(Span(0, 2), first=size - 2), Piece(Span(2, size), first=0)))}
-            (y,) = forward(lambda r, here: gather_pieces(r, here, ring), x, ring, [result], region=exact)
-            x_grad = adjoint(lambda g, here: scatter_pieces(g, here, ring), y_grad, ring, source, region=exact)
+            (y,) = forward(lambda r, task: gather_pieces(r, task, ring), x, ring, [result], region=exact)
+            x_grad = adjoint(lambda g, task: scatter_pieces(g, task, ring), y_grad, ring, source, region=exact)
     """
     for dim, relation in relations.items():
         parts = []
         for piece in relation.pieces:
-            mine = piece.outputs & here.outputs.spans[dim]
+            mine = piece.outputs & task.outputs.spans[dim]
             if mine.size:
-                part = region[_along(dim, here.where(dim, piece.image(mine)))]
+                part = region[_along(dim, task.where(dim, piece.image(mine)))]
                 if piece.sign == 0:
                     part = part.expand([mine.size if d == dim else -1 for d in range(part.ndim)])
                 parts.append(part.flip(dim) if piece.sign == -1 else part)
@@ -37,18 +37,18 @@ def gather_pieces(region: torch.Tensor, here: Task, relations: Mapping[int, Piec
     return region
 
 
-def scatter_pieces(grad: torch.Tensor, here: Task, relations: Mapping[int, Pieces]) -> torch.Tensor:
+def scatter_pieces(grad: torch.Tensor, task: Task, relations: Mapping[int, Pieces]) -> torch.Tensor:
     """The adjoint of `gather_pieces`: each output's gradient is added where it was read. A kernel for `adjoint`."""
     for dim, relation in relations.items():
         parts = []
         for piece in relation.pieces:
-            mine = piece.outputs & here.outputs.spans[dim]
+            mine = piece.outputs & task.outputs.spans[dim]
             if mine.size:
-                part = grad[_along(dim, mine.within(here.outputs.spans[dim].start))]
+                part = grad[_along(dim, mine.within(task.outputs.spans[dim].start))]
                 part = part.sum(dim, keepdim=True) if piece.sign == 0 else part
-                parts.append((here.where(dim, piece.image(mine)), part.flip(dim) if piece.sign == -1 else part))
+                parts.append((task.where(dim, piece.image(mine)), part.flip(dim) if piece.sign == -1 else part))
         shape = list(grad.shape)
-        shape[dim] = here.region.shape[here.dims.index(dim)] if dim in here.dims else here.owned.spans[dim].size
+        shape[dim] = task.region.shape[task.dims.index(dim)] if dim in task.dims else task.owned.spans[dim].size
         # The largest piece often covers all there is: then it need not be added to zeros.
         parts.sort(key=lambda part: part[1].shape[dim], reverse=True)
         whole = bool(parts) and parts[0][1].shape[dim] == shape[dim]

@@ -133,13 +133,13 @@ def _meeting(parts: tuple[Span, ...], span: Span) -> range:
 @lru_cache(maxsize=1024)
 def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ...] | None) -> Plan:
     lines = _lines(exchange)
-    here = tuple(exchange.source.part(dim, coordinate) for dim in exchange.dims)
-    owned = tuple(line.source[part] for line, part in zip(lines, here, strict=True))
-    needs = [line.needs(part) for line, part in zip(lines, here, strict=True)]
+    own = tuple(exchange.source.part(dim, coordinate) for dim in exchange.dims)
+    owned = tuple(line.source[part] for line, part in zip(lines, own, strict=True))
+    needs = [line.needs(part) for line, part in zip(lines, own, strict=True)]
     receives, received = _messages(
         exchange,
         places,
-        here,
+        own,
         [
             {q: overlap(runs, line.source[q]) for q in _meeting(line.source, hull(runs))}
             for line, runs in zip(lines, needs, strict=True)
@@ -148,7 +148,7 @@ def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ..
     sends, sent = _messages(
         exchange,
         places,
-        here,
+        own,
         [
             {q: overlap(line.needs(q), own) for q in _meeting(line.target, hull(line.window.touches(own)))}
             for line, own in zip(lines, owned, strict=True)
@@ -158,12 +158,12 @@ def _plan(exchange: Exchange, coordinate: tuple[int, ...], places: tuple[int, ..
 
 
 def _messages(
-    exchange: Exchange, places: tuple[int, ...] | None, here: tuple[int, ...], lines: list[dict[int, tuple[Span, ...]]]
+    exchange: Exchange, places: tuple[int, ...] | None, own: tuple[int, ...], lines: list[dict[int, tuple[Span, ...]]]
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
     """All boxes in the order of the group, and how many elements they hold for each of its members."""
     messages: dict[int, tuple[Box, ...]] = {}
     for parts in product(*lines):
-        if parts != here:
+        if parts != own:
             peer = _peer(exchange, parts)
             place = peer if places is None else places[peer]
             messages[place] = boxes(line[part] for line, part in zip(lines, parts, strict=True))

@@ -78,12 +78,12 @@ class Relayout(NamedTuple):
         return _travels(self)[0]
 
     @property
-    def still(self) -> bool:
+    def unmoved(self) -> bool:
         """Whether every rank's part of the target is its part of the source, in the same order."""
         return _travels(self)[1]
 
     def plan(self, coordinate: Sequence[int], places: tuple[int, ...]) -> Plan:
-        """What the rank at ``coordinate`` does; ``places`` as from `process_groups.fiber_group` of ``axes``."""
+        """What the rank at ``coordinate`` does; ``places`` as from `process_groups.submesh_group` of ``axes``."""
         return _plan(self, tuple(coordinate), places)
 
 
@@ -98,12 +98,12 @@ def groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Group, ...
     i = j = 0
     while i < len(source) and j < len(target):
         first, other = i, j
-        here, there, i, j = source[i], target[j], i + 1, j + 1
-        while here != there:
-            if here < there:
-                here, i = here * source[i], i + 1
+        product_a, product_b, i, j = source[i], target[j], i + 1, j + 1
+        while product_a != product_b:
+            if product_a < product_b:
+                product_a, i = product_a * source[i], i + 1
             else:
-                there, j = there * target[j], j + 1
+                product_b, j = product_b * target[j], j + 1
         found.append(Group(tuple(range(first, i)), tuple(range(other, j))))
     rest = Group(tuple(range(i, len(source))), tuple(range(j, len(target))))  # dims of size one
     last = found.pop() if found else Group((), ())
@@ -172,7 +172,7 @@ def _travels(move: Relayout) -> tuple[tuple[int, ...], bool]:
     """The axes along which anything travels, and whether every rank's part of source and target is the same."""
     source, target = move
     axes: set[int] = set()
-    still = True
+    unmoved = True
     for group in groups(source.shape, target.shape) if prod(source.shape) else ():
         cuts = {axis for dim in group.source for axis in source.cuts[dim]}
         others = {axis for dim in group.target for axis in target.cuts[dim]}
@@ -183,9 +183,9 @@ def _travels(move: Relayout) -> tuple[tuple[int, ...], bool]:
             )
             if had is None or wanted is None or not had.contains(wanted):
                 axes |= cuts
-                still = False
-            still = still and had == wanted
-    return tuple(sorted(axes)), still
+                unmoved = False
+            unmoved = unmoved and had == wanted
+    return tuple(sorted(axes)), unmoved
 
 
 def _pieces(side: Layout, other: Layout, coordinate: Sequence[int]) -> list[tuple[tuple[slice, ...], Box]]:
@@ -207,7 +207,7 @@ def _plan(move: Relayout, coordinate: tuple[int, ...], places: tuple[int, ...]) 
     peers: list[tuple[int, ...]] = [coordinate] * len(places)
     for index, steps in enumerate(product(*(range(move.source.mesh_shape[axis]) for axis in move.axes))):
         moved = dict(zip(move.axes, steps, strict=True))
-        peers[places[index]] = tuple(moved.get(axis, here) for axis, here in enumerate(coordinate))
+        peers[places[index]] = tuple(moved.get(axis, own) for axis, own in enumerate(coordinate))
     mine, wanted = _pieces(move.source, move.target, coordinate), _pieces(move.target, move.source, coordinate)
     sends = [[] if p == coordinate else _meet(mine, _pieces(move.target, move.source, p)) for p in peers]
     receives = [[] if p == coordinate else _meet(_pieces(move.source, move.target, p), wanted) for p in peers]
@@ -222,9 +222,9 @@ def _plan(move: Relayout, coordinate: tuple[int, ...], places: tuple[int, ...]) 
 def _meet(source: list[tuple[tuple[slice, ...], Box]], target: list[tuple[tuple[slice, ...], Box]]) -> list[tuple[Cut, Cut]]:
     """What a rank with the pieces ``source`` has for one with the pieces ``target``: where each finds it."""
     return [
-        tuple(Cut(piece, box.shape, common.within(box)) for piece, box in ((here, a), (there, b)))  # type: ignore[misc]
-        for here, a in source
-        for there, b in target
+        tuple(Cut(piece, box.shape, common.within(box)) for piece, box in ((own, a), (other, b)))  # type: ignore[misc]
+        for own, a in source
+        for other, b in target
         if (common := a & b).size
     ]
 
@@ -233,7 +233,7 @@ def _size(cut: Cut) -> int:
     return prod(part.stop - part.start for part in cut.inner)
 
 
-def placed(input: DTensor, shape: Sequence[int]) -> list[Placement]:
+def view_placements(input: DTensor, shape: Sequence[int]) -> list[Placement]:
     """The placements of a view of ``input`` with another ``shape``: each axis cuts a dim of the group that it cut before.
 
     Within a group each axis in turn gets the first dim that is still large enough to give every rank a part, or the largest.
@@ -263,14 +263,14 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     Args:
         placements: Shard or Replicate where ``input`` is not Partial.
     """
-    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
-    if here is None:
+    mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
+    if coordinate is None:
         return dtensors.wrap(dtensors.local(input).new_empty(0), mesh, placements, result)
     move = Relayout.of(input, result.shape, placements)
-    if not move.still and factors(move.source.shape, move.target.shape) is None:
+    if not move.unmoved and factors(move.source.shape, move.target.shape) is None:
         shape = _between(move.source.shape, move.target.shape)
         middle = dtensors.Meta(shape, strides(shape, torch.contiguous_format), result.dtype)
-        return relayout(relayout(input, middle, placed(input, shape)), result, placements)
+        return relayout(relayout(input, middle, view_placements(input, shape)), result, placements)
 
     def as_it_is(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
         return shard.reshape(move.target.owned(coordinate).shape)
@@ -279,10 +279,10 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
         return shard[move.target.owned(coordinate).within(move.source.owned(coordinate))]
 
     shard = dtensors.local(input)
-    if move.still:
-        out = simulation.per_rank(as_it_is, shard, *here)
+    if move.unmoved:
+        out = simulation.per_rank(as_it_is, shard, *coordinate)
     elif move.source.shape == move.target.shape and not move.axes:
-        out = simulation.per_rank(part, shard, *here)
+        out = simulation.per_rank(part, shard, *coordinate)
     else:
         out = _moved(shard, move, input, result)
     return dtensors.wrap(out, mesh, placements, result)
@@ -302,9 +302,9 @@ def _between(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...
 
 
 def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
-    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
-    assert here is not None
-    group, places = process_groups.fiber_group(mesh, move.axes) if move.axes else (None, (0,))
+    mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
+    assert coordinate is not None
+    group, places = process_groups.submesh_group(mesh, move.axes) if move.axes else (None, (0,))
     order = sorted(range(len(result.shape)), key=lambda dim: result.stride[dim], reverse=True)
 
     def pack(shard: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
@@ -329,23 +329,23 @@ def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors
 
     arrived = None
     if group is not None:
-        packed, *counts = simulation.per_rank(pack, shard, *here)
+        packed, *counts = simulation.per_rank(pack, shard, *coordinate)
         arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group)
-    return simulation.per_rank(unpack, shard, arrived, *here)
+    return simulation.per_rank(unpack, shard, arrived, *coordinate)
 
 
-def replaced(input: DTensor, placements: Sequence[Placement]) -> DTensor:
+def with_placements(input: DTensor, placements: Sequence[Placement]) -> DTensor:
     """``input`` with other placements, Shard or Replicate, partial sums added up first; the same object if it has them."""
     input = redistribution.reduce_partial(input)
     if tuple(placements) == tuple(input.placements):
         return input
-    return relayout(input, dtensors.Meta(tuple(input.shape), input.stride(), input.dtype), placements)
+    return relayout(input, dtensors.meta(input), placements)
 
 
 # Whole along a dim, for what every rank needs all of, such as the keys of an attention, and its adjoint.
 
 
-def gathered(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
 
     Args:
@@ -372,14 +372,14 @@ def gathered(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple
     return simulation.per_rank(unpack, rows, *shards)
 
 
-def scattered(
+def scatter_dim(
     values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: int, axes: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
     """The adjoint of `gathered`: each rank gets its part of the sum over ranks of ``values``, by one collective."""
     if not axes:
         return tuple(values)
-    mesh, here = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
-    assert here is not None
+    mesh, coordinate = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
+    assert coordinate is not None
     whole = layout(like[0].shape, mesh, like[0].placements)
     parts = whole.parts(dim)
 
@@ -398,7 +398,7 @@ def scattered(
         return tuple(flat.view(shape).narrow(dim, 0, size) for flat, shape in zip(each, shapes, strict=True))
 
     row = collectives.reduce_scatter(simulation.per_rank(pack, *values), mesh, axes)
-    return simulation.per_rank(unpack, row, tuple(values), here)
+    return simulation.per_rank(unpack, row, tuple(values), coordinate)
 
 
 def padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

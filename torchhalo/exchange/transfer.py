@@ -31,7 +31,7 @@ def start(shard: torch.Tensor, exchange: Exchange, mesh: DeviceMesh, order: Orde
     """
     if not exchange.needed():
         return None
-    group, places = process_groups.fiber_group(mesh, exchange.axes)
+    group, places = process_groups.submesh_group(mesh, exchange.axes)
 
     def pack(shard: torch.Tensor, *coordinate: int) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
@@ -73,15 +73,15 @@ def fold(
             rest = lambda plan, coordinate, kept, region: cut_own(region, exchange, plan, exact=False)
             shard = fold(edge, rest, exchange, mesh, region)
     """
-    here = own_coordinate(mesh)
+    coordinate = own_coordinate(mesh)
 
     def alone(tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]) -> torch.Tensor:
         plan = exchange.plan(coordinate)
         return rest(plan, coordinate, edge(plan, coordinate, *tensors)[1], *tensors)
 
     if not exchange.needed():
-        return simulation.per_rank(alone, tensors, here)
-    group, places = process_groups.fiber_group(mesh, exchange.axes)
+        return simulation.per_rank(alone, tensors, coordinate)
+    group, places = process_groups.submesh_group(mesh, exchange.axes)
 
     def pack(tensors: Sequence[torch.Tensor], coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         plan = exchange.plan(coordinate, places)
@@ -99,9 +99,9 @@ def fold(
             out[index(exchange, box, plan.owned)] += values
         return out if back.numel() else depend_on(out, back)
 
-    kept, packed, *counts = simulation.per_rank(pack, tensors, here)
+    kept, packed, *counts = simulation.per_rank(pack, tensors, coordinate)
     back = collectives.all_to_all(packed, counts[len(places) :], counts[: len(places)], group)
-    return simulation.per_rank(add, kept, back, tensors, here)
+    return simulation.per_rank(add, kept, back, tensors, coordinate)
 
 
 def cut_back(region: torch.Tensor, exchange: Exchange, plan: Plan, exact: bool) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def counted() -> Iterator[list[int]]:
 
 def group_places(exchange: Exchange, mesh: DeviceMesh) -> tuple[int, ...] | None:
     """What `Exchange.plan` wants to know of the process group; None where nothing travels."""
-    return process_groups.fiber_places(mesh, exchange.axes) if exchange.needed() else None
+    return process_groups.submesh_positions(mesh, exchange.axes) if exchange.needed() else None
 
 
 def _packed(pieces: list[torch.Tensor], cause: torch.Tensor, order: Order) -> torch.Tensor:

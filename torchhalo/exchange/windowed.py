@@ -66,7 +66,7 @@ def forward(
     Example:
         Every second column, of whatever is sharded (below autograd, in a handler)::
 
-            (y,) = forward(lambda region, here: region, x, {3: Window(1, stride=2)}, [result], region=exact)
+            (y,) = forward(lambda region, task: region, x, {3: Window(1, stride=2)}, [result], region=exact)
     """
     mesh = input.device_mesh
     input = redistribution.reduce_partial(input)
@@ -78,16 +78,16 @@ def forward(
 
     def on_source(source: Source, coordinate: tuple[int, ...], *others: torch.Tensor | None) -> Any:
         held = region(exchange, source.plan, coordinate)
-        here = Task(coordinate, exchange.source.owned(coordinate), exchange.target.owned(coordinate), held, exchange.dims)
-        bulk, strips = bulk_and_strips(exchange, source.plan, here, source.shard, format, pads) if pads else (None, [])
+        task = Task(coordinate, exchange.source.owned(coordinate), exchange.target.owned(coordinate), held, exchange.dims)
+        bulk, strips = bulk_and_strips(exchange, source.plan, task, source.shard, format, pads) if pads else (None, [])
         if bulk is None:
-            return kernel(source.region(held), here, *others)
-        aside = streams.SideStream(source.shard)
+            return kernel(source.region(held), task, *others)
+        side = streams.SideStream(source.shard)
         found: Any = kernel(source.held(recipe(exchange, source.plan, bulk.region)), bulk, *others)
-        with aside:
+        with side:
             parts: list[Any] = [kernel(source.region(strip.region), strip, *others) for strip in strips]
         for strip, part in zip(strips, parts, strict=True):
-            cut = strip.outputs.within(here.outputs)
+            cut = strip.outputs.within(task.outputs)
             for whole, value in zip(found, part, strict=True) if isinstance(found, tuple) else [(found, part)]:
                 whole[cut].copy_(value)
         return found
@@ -132,21 +132,21 @@ def adjoint(
 
     def parts(plan: Plan, coordinate: tuple[int, ...], shard: torch.Tensor) -> tuple[Task, Task | None, list[Task]]:
         owned, outputs = exchange.source.owned(coordinate), exchange.target.owned(coordinate)
-        here = Task(coordinate, owned, outputs, region(exchange, plan, coordinate), exchange.dims)
-        bulk, strips = bulk_and_strips(exchange, plan, here, shard, format, pads) if pads else (None, [])
-        return (here, None, []) if bulk is None or bulk.region != plan.owned else (here, bulk, strips)
+        task = Task(coordinate, owned, outputs, region(exchange, plan, coordinate), exchange.dims)
+        bulk, strips = bulk_and_strips(exchange, plan, task, shard, format, pads) if pads else (None, [])
+        return (task, None, []) if bulk is None or bulk.region != plan.owned else (task, bulk, strips)
 
     def edge(
         plan: Plan, coordinate: tuple[int, ...], shard: torch.Tensor, *others: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        here, bulk, strips = parts(plan, coordinate, shard)
+        task, bulk, strips = parts(plan, coordinate, shard)
         if bulk is None:
-            values = kernel(shard, here, *others)
+            values = kernel(shard, task, *others)
             return cut_back(values, exchange, plan, region is exact), values
         found = []
         for strip in strips:
-            cut = strip.outputs.within(here.outputs)
-            reads = exchange.needs(Box(tuple(strip.outputs.spans[dim] for dim in here.dims)))
+            cut = strip.outputs.within(task.outputs)
+            reads = exchange.needs(Box(tuple(strip.outputs.spans[dim] for dim in task.dims)))
             found.append((reads, kernel(shard[cut], strip._replace(region=reads), *(other[cut] for other in others))))
         return [_gathered(box, found, exchange) for box in plan.receives], shard
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo.exchange.addressed import moved
+from torchhalo.exchange.addressed import reindexed
 from torchhalo.exchange.memory import memory_format
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward
 from torchhalo.geometry import Intervals, Span
-from torchhalo.ops.pooling import as_pooled, divided, let_torch_object, nothing, spatial, summed, to_maxima, unread
+from torchhalo.ops.pooling import as_pooled, divided, nothing, raise_dtype_errors, spatial, summed, to_maxima, unread
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _bins(input: DTensor, output: Sequence[int], ndim: int) -> dict[int, Bins]:
 
 
 def _widened(
-    region: torch.Tensor, here: Task, bins: Mapping[int, Bins], repeat: bool
+    region: torch.Tensor, task: Task, bins: Mapping[int, Bins], repeat: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The region with all bins of a dim equally wide and one after another: up to two elements per bin more.
 
@@ -89,10 +89,10 @@ def _widened(
     """
     coordinates = []
     for dim, each in bins.items():
-        taps, repeats = each.taps(here.outputs.spans[dim], region.device)
+        taps, repeats = each.taps(task.outputs.spans[dim], region.device)
         coordinates.append(taps)
         if not each.even:
-            region = region.index_select(dim, taps - here.held(dim).start)
+            region = region.index_select(dim, taps - task.held(dim).start)
             if not repeat:
                 region = region.masked_fill(repeats.view(-1, *[1] * (region.ndim - 1 - dim)), 0)
     return region, coordinates
@@ -104,18 +104,18 @@ def _widened(
 def adaptive_avg_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._adaptive_avg_pool2d`` and its like."""
     input, output_size = args
-    let_torch_object(op, input)
+    raise_dtype_errors(op, input)
     (result,) = fake_tensors.plain_result(op, input, output_size)
     ndim = spatial(op)
     bins = _bins(input, result.shape, ndim)
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
-        if not region.numel() or 0 in here.outputs.shape:
-            return region.new_empty(here.outputs.shape)
-        wide, _ = _widened(region.to(summed(region.dtype)), here, bins, repeat=False)
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
+        if not region.numel() or 0 in task.outputs.shape:
+            return region.new_empty(task.outputs.shape)
+        wide, _ = _widened(region.to(summed(region.dtype)), task, bins, repeat=False)
         widths = [each.width for each in bins.values()]
         sums = AVERAGE[ndim](wide, widths, widths, [0] * ndim, False, True, 1)
-        return divided(sums, _sizes_of(bins, here, region.device)).to(region.dtype)
+        return divided(sums, _sizes_of(bins, task, region.device)).to(region.dtype)
 
     return forward(kernel, input, bins, [result])[0]
 
@@ -133,17 +133,17 @@ def adaptive_avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: d
     bins = _bins(input, grad.shape, ndim)
     format = memory_format(result.shape, result.stride)
 
-    def kernel(grad: torch.Tensor, here: Task) -> torch.Tensor:
-        held = {dim: here.held(dim) for dim in bins}
+    def kernel(grad: torch.Tensor, task: Task) -> torch.Tensor:
+        held = {dim: task.held(dim) for dim in bins}
         if not grad.numel():
             return nothing(grad, list(held.values()))
-        share = divided(grad.to(summed(grad.dtype)), _sizes_of(bins, here, grad.device))
+        share = divided(grad.to(summed(grad.dtype)), _sizes_of(bins, task, grad.device))
         widths = [each.width for each in bins.values()]
-        wide = unread(share, [here.outputs.spans[dim].size * each.width for dim, each in bins.items()], format)
+        wide = unread(share, [task.outputs.spans[dim].size * each.width for dim, each in bins.items()], format)
         out = AVERAGE_BACKWARD[ndim](share, wide, widths, widths, [0] * ndim, False, True, 1)
         for dim, each in bins.items():
             if not each.even:
-                taps, repeats = each.taps(here.outputs.spans[dim], grad.device)
+                taps, repeats = each.taps(task.outputs.spans[dim], grad.device)
                 out = out.masked_fill(repeats.view(-1, *[1] * (out.ndim - 1 - dim)), 0)
                 shape = *out.shape[:dim], held[dim].size, *out.shape[dim + 1 :]
                 out = out.new_zeros(shape).index_add_(dim, taps - held[dim].start, out)
@@ -152,8 +152,8 @@ def adaptive_avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: d
     return adjoint(kernel, as_pooled(grad, input), bins, result)
 
 
-def _sizes_of(bins: Mapping[int, Bins], here: Task, device: torch.device) -> dict[int, torch.Tensor]:
-    return {dim: each.counts(here.outputs.spans[dim], device) for dim, each in bins.items()}
+def _sizes_of(bins: Mapping[int, Bins], task: Task, device: torch.device) -> dict[int, torch.Tensor]:
+    return {dim: each.counts(task.outputs.spans[dim], device) for dim, each in bins.items()}
 
 
 @handlers.register(
@@ -162,19 +162,19 @@ def _sizes_of(bins: Mapping[int, Bins], here: Task, device: torch.device) -> dic
 def adaptive_max_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.adaptive_max_pool2d`` and its like; the indices are those into the whole tensor."""
     input, output_size = args
-    let_torch_object(op, input)
+    raise_dtype_errors(op, input)
     results = fake_tensors.plain_result(op, input, output_size)
     ndim = spatial(op)
     bins = _bins(input, results[0].shape, ndim)
     sizes = [input.shape[dim] for dim in bins]
 
-    def kernel(region: torch.Tensor, here: Task) -> tuple[torch.Tensor, ...]:
-        if not region.numel() or 0 in here.outputs.shape:
-            return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
-        wide, coordinates = _widened(region, here, bins, repeat=True)
+    def kernel(region: torch.Tensor, task: Task) -> tuple[torch.Tensor, ...]:
+        if not region.numel() or 0 in task.outputs.shape:
+            return tuple(region.new_empty(task.outputs.shape, dtype=result.dtype) for result in results)
+        wide, coordinates = _widened(region, task, bins, repeat=True)
         widths = [each.width for each in bins.values()]
         values, indices = MAXIMUM[ndim](wide, widths, widths)
-        return values, moved(indices, wide.shape[-ndim:], sizes, lambda dim, at: coordinates[dim][at])
+        return values, reindexed(indices, wide.shape[-ndim:], sizes, lambda dim, at: coordinates[dim][at])
 
     return forward(kernel, input, bins, results)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import gathered, padded, replaced, scattered
+from torchhalo.exchange.relayout import gather_dim, padded, scatter_dim, with_placements
 from torchhalo.geometry import Span
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 from torchhalo.torch_internals.tracing import depend_on
@@ -62,7 +62,7 @@ class _Attention:
         self.takes_part = process_groups.coordinate(self.mesh) is not None
         self.roles = _roles(query, key, value)
         self._check_dropout()
-        self.query = replaced(query, self.roles)
+        self.query = with_placements(query, self.roles)
         # Along these axes the keys are gathered; where the queries are cut and the keys are not, there is nothing to gather.
         self.axes = [
             axis
@@ -72,7 +72,7 @@ class _Attention:
         placements = [
             Replicate() if role == Shard(TOKENS) and axis not in self.axes else role for axis, role in enumerate(self.roles)
         ]
-        self.key, self.value = replaced(key, placements), replaced(value, placements)
+        self.key, self.value = with_placements(key, placements), with_placements(value, placements)
         self.mask = self._cut_mask(found.get(self.masked or ""))
         self.owned = layout(query.shape, self.mesh, self.roles)
 
@@ -87,7 +87,7 @@ class _Attention:
         if mask is None:
             return None
         dims = [role.dim + mask.ndim - 4 if isinstance(role, Shard) else -1 for role in self.roles]
-        return replaced(mask, [Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate() for dim in dims])
+        return with_placements(mask, [Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate() for dim in dims])
 
     @property
     def causal(self) -> bool:
@@ -96,7 +96,7 @@ class _Attention:
 
     def run(self, kernel: Any, *others: torch.Tensor) -> Any:
         """Call ``kernel`` on each rank with its span of queries, the local arguments by name, and ``others``."""
-        key, value = gathered((self.key, self.value), TOKENS, self.axes)
+        key, value = gather_dim((self.key, self.value), TOKENS, self.axes)
         mask = None if self.mask is None else dtensors.local(self.mask)
 
         def on_rank(
@@ -200,7 +200,7 @@ def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str,
     """Handler of their gradients."""
     this = _Attention(op, args, kwargs)
     grad_name = next(iter(this.given))
-    saved = {name: replaced(this.given[name], this.roles) for name in (grad_name, "out", "logsumexp")}
+    saved = {name: with_placements(this.given[name], this.roles) for name in (grad_name, "out", "logsumexp")}
     wanted = [*this.given.get("grad_input_mask", [True] * 3)]
     biased = wanted[3:] == [True] and this.mask is not None
 
@@ -227,7 +227,7 @@ def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str,
     tensors = [t for t in (this.query, this.key, this.value, this.mask) if t is not None][: 3 + biased]
     if this.takes_part:
         query, key, value, *mask = this.run(kernel, *(dtensors.local(t) for t in saved.values()))
-        key, value = scattered((key, value), (this.key, this.value), TOKENS, this.axes)
+        key, value = scatter_dim((key, value), (this.key, this.value), TOKENS, this.axes)
         found = [query, key, value, *mask]
     else:
         found = [dtensors.local(this.query).new_empty(0)] * len(tensors)
@@ -282,8 +282,8 @@ def _added_up(tensor: DTensor, other: DTensor) -> DTensor:
 def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
     placements = [Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements)]
     takes_part = process_groups.coordinate(tensor.device_mesh) is not None
-    shard = gathered((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
-    meta = dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    shard = gather_dim((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
+    meta = dtensors.meta(tensor)
     return dtensors.wrap(shard, tensor.device_mesh, placements, meta)
 
 

@@ -83,9 +83,9 @@ handlers.register_composites(
 def with_complex_number(handler: handlers.Handler) -> handlers.Handler:
     """A complex number beside a tensor, which DTensor cannot look up its rules with."""
 
-    def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if any(isinstance(arg, complex) for arg in args):
             return pointwise(op, args, kwargs)
         return handler(op, args, kwargs)
 
-    return around
+    return wrapper

@@ -419,12 +419,12 @@ def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
-        aside = streams.SideStream(source.shard)
+        side = streams.SideStream(source.shard)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
         if edge is not None and depthwise.usable(out):
             depthwise.write_strips(out, source.shard, _halo(source, edge), weight, bias, edge)
             return out
-        with aside:
+        with side:
             values = [local_convolution.forward(_stacked(source, group), weight, bias, group[0].call) for group in strips]
         for group, value in zip(strips, values, strict=True):
             _write(out, group, value)
@@ -512,7 +512,7 @@ def _local_gradients(
         elif bulk is None:
             found = gradients(whole, source.over(whole.recipe))
         else:
-            aside = streams.SideStream(shard)
+            side = streams.SideStream(shard)
             found = gradients(bulk, source.held(bulk.recipe))
             if edge is not None and depthwise.usable(shard):
                 halo = _halo(source, edge)
@@ -522,7 +522,7 @@ def _local_gradients(
                     depthwise.add_pairs(found[1], input, halo, edge)
                 return wanted_of(found)
             by_strips = mask[0], mask[1] and products is None
-            with aside:
+            with side:
                 more = [_strips_of_gradients(source, group, input, weight, by_strips) for group in strips]
             for group, (values, share) in zip(strips, more, strict=True):
                 if by_strips[0]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange import gathers
 from torchhalo.exchange.layout import Layout, layout
-from torchhalo.exchange.relayout import relayout, replaced
+from torchhalo.exchange.relayout import relayout, with_placements
 from torchhalo.ops.indexing import is_cut
 from torchhalo.torch_internals import caching, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 
@@ -105,8 +105,8 @@ def _transformed(
         call: The op that transforms along some of the dims, and its arguments after the tensor.
     """
     mesh, home = input.device_mesh, redistribution.reduced_placements(input.placements)
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         return dtensors.wrap(dtensors.local(input).new_empty(0, dtype=result.dtype), mesh, home, result)
     shape = tuple(map(int, input.shape))
     steps = caching.cached_on_mesh(mesh, _steps, shape, result.shape, tuple(home), tuple(map(tuple, stages)))
@@ -114,11 +114,11 @@ def _transformed(
         gathers.notice(gathers.Redistribution(op, shape, input.dtype, mesh, home, step.placements))
     tensor = redistribution.reduce_partial(input)
     for step in steps:
-        tensor = replaced(tensor, step.placements)
+        tensor = with_placements(tensor, step.placements)
         each, *args = call(list(step.dims))
         (meta,) = fake_tensors.plain_result(each, tensor, *args)
         target = layout(meta.shape, mesh, step.placements)
-        shard = simulation.per_rank(_on_shard, dtensors.local(tensor), each, args, target, meta.dtype, *here)
+        shard = simulation.per_rank(_on_shard, dtensors.local(tensor), each, args, target, meta.dtype, *coordinate)
         tensor = dtensors.wrap(shard, mesh, step.placements, meta)
     if tensor.placements != tuple(home):
         return relayout(tensor, result, home)

@@ -37,7 +37,7 @@ def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:
     return any(isinstance(p, Shard) and p.dim == dim and mesh.size(axis) > 1 for axis, p in enumerate(placements))
 
 
-def _kept(region: torch.Tensor, here: Task) -> torch.Tensor:
+def _kept(region: torch.Tensor, task: Task) -> torch.Tensor:
     return region
 
 
@@ -92,8 +92,8 @@ def slice_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     (result,) = fake_tensors.plain_result(op, *args)
     dim %= grad.ndim
 
-    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
-        if dim in here.dims:
+    def kernel(shard: torch.Tensor, task: Task) -> torch.Tensor:
+        if dim in task.dims:
             return shard
         shape = [sizes[d] if d == dim else n for d, n in enumerate(shard.shape)]
         return aten.slice_backward(shard, shape, dim, start, end, step)
@@ -204,8 +204,8 @@ def select_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, An
     before = _cut_before.get((mesh, tuple(sizes), dim), grad.placements)
     shifted = _shifted(grad.placements, dim, 1)
     placements = [q if p == Replicate() and q == Shard(dim) else p for p, q in zip(shifted, before, strict=True)]
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         return dtensors.wrap(dtensors.local(grad).new_empty(0), mesh, placements, result)
     target = layout(sizes, mesh, placements)
 
@@ -216,7 +216,7 @@ def select_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, An
             out.select(dim, index - own.spans[dim].start).copy_(shard)
         return out
 
-    shard = simulation.per_rank(kernel, dtensors.local(grad), *here)
+    shard = simulation.per_rank(kernel, dtensors.local(grad), *coordinate)
     return dtensors.wrap(laid_out(shard, result), mesh, placements, result)
 
 
@@ -264,9 +264,9 @@ def expand(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     placements = [
         Shard(p.dim + more) if isinstance(p, Shard) else p for p in redistribution.reduced_placements(input.placements)
     ]
-    here, target = process_groups.coordinate(mesh), layout(result.shape, mesh, placements)
-    if here is not None:
-        shard = simulation.per_rank(lambda slab, *place: slab.expand(target.owned(place).shape), shard, *here)
+    coordinate, target = process_groups.coordinate(mesh), layout(result.shape, mesh, placements)
+    if coordinate is not None:
+        shard = simulation.per_rank(lambda slab, *place: slab.expand(target.owned(place).shape), shard, *coordinate)
     return dtensors.wrap(shard, mesh, placements, result)
 
 
@@ -352,7 +352,7 @@ def index(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
 
 
 def _moved(input: DTensor, relations: dict[int, Pieces], result: dtensors.Meta) -> DTensor:
-    (out,) = forward(lambda r, here: gather_pieces(r, here, relations), input, dict(relations), [result], region=exact)
+    (out,) = forward(lambda r, task: gather_pieces(r, task, relations), input, dict(relations), [result], region=exact)
     return out
 
 
@@ -421,7 +421,7 @@ def repeat(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     }
     rest = [1 if dim in relations else count for dim, count in enumerate(repeats)]
     return forward(
-        lambda r, here: gather_pieces(r, here, relations).repeat(rest), input, dict(relations), [result], region=exact
+        lambda r, task: gather_pieces(r, task, relations).repeat(rest), input, dict(relations), [result], region=exact
     )[0]
 
 
@@ -454,10 +454,10 @@ def unfold_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, An
     last = Shard(len(sizes))
     placements = [Replicate() if p == last else p for p in redistribution.reduced_placements(grad.placements)]
 
-    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
-        shape = list(here.owned.shape)
-        if dim in here.dims:
-            shape[dim] = here.held(dim).size
+    def kernel(shard: torch.Tensor, task: Task) -> torch.Tensor:
+        shape = list(task.owned.shape)
+        if dim in task.dims:
+            shape[dim] = task.held(dim).size
         return aten.unfold_backward(shard, shape, dim, size, step) if shard.numel() else shard.new_zeros(shape)
 
     return adjoint(kernel, redistribution.redistribute(grad, placements, op), {dim: Window(size, step)}, result)
@@ -469,8 +469,8 @@ def triangle(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     input, diagonal = handlers.bind(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, input, diagonal)
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
-        rows, columns = here.owned.spans[-2:]
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
+        rows, columns = task.owned.spans[-2:]
         return op(region, diagonal + rows.start - columns.start)
 
     return forward(kernel, input, {}, [result])[0]
@@ -498,7 +498,7 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         return handlers.stock(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, *args)
     result = result._replace(dtype=kwargs.get("dtype") or result.dtype)
-    mesh, here = input.device_mesh, process_groups.coordinate(input.device_mesh)
+    mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     same, like = tuple(size) == tuple(input.shape), len(size) == input.ndim
     kept = same and op is aten.new_empty_strided.default
     placements = [
@@ -516,5 +516,5 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         return dense.permute([order.index(dim) for dim in range(len(shape))])
 
     shard = dtensors.local(input)
-    shard = shard.new_empty(0, **kwargs) if here is None else simulation.per_rank(kernel, shard, *here)
+    shard = shard.new_empty(0, **kwargs) if coordinate is None else simulation.per_rank(kernel, shard, *coordinate)
     return dtensors.wrap(shard, mesh, placements, result)

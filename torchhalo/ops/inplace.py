@@ -45,7 +45,7 @@ from torchhalo.torch_internals.tracing import depend_on
 aten = torch.ops.aten
 
 LATER = "a piece that was cut before its base was written to raises when it is used"
-OUTDATED = (
+STALE = (
     "this tensor is a slice, selection or view along a sharded dim, and so a copy; the tensor that it was taken from was "
     "written to in place since: take it again after the write"
 )
@@ -117,13 +117,13 @@ _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.z
 
 
 @handlers.wrap_handler(*_views)
-def following(handler: handlers.Handler) -> handlers.Handler:
+def track_views(handler: handlers.Handler) -> handlers.Handler:
     """A view of a piece, or of a view of one, knows it.
 
     In inference mode a view of a tensor from outside is one that autograd counts the versions of, which DTensor forgets.
     """
 
-    def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         base = args[0] if args else None
         counted = torch.is_inference_mode_enabled() and isinstance(base, DTensor) and not base.is_inference()
         with stale_views.version_counters() if counted else contextlib.nullcontext():
@@ -134,14 +134,14 @@ def following(handler: handlers.Handler) -> handlers.Handler:
                     stale_views.set_origin(tensor, View(base), base)
         return out
 
-    return around
+    return wrapper
 
 
 @handlers.wrap_handler(*_writers)
-def written(handler: handlers.Handler) -> handlers.Handler:
+def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
-    def around(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         targets = handlers.mutated_arguments(op, args, kwargs)
         if op not in _overwriting and any(map(_partial, (p for target in targets for p in target.placements))):
             variant = handlers.functional_variant(op)
@@ -158,10 +158,10 @@ def written(handler: handlers.Handler) -> handlers.Handler:
         for tensor in targets:
             if stale_views.get_origin(tensor) is not None:
                 _write_back(tensor, _everywhere(op, args))
-            _outdate(tensor)
+            _mark_views_stale(tensor)
         return out
 
-    return around
+    return wrapper
 
 
 def _write_summands(op: handlers.Op, targets: Sequence[DTensor], results: Any) -> None:
@@ -212,12 +212,12 @@ def _lineage(tensor: DTensor) -> list[DTensor]:
     return [tensor] if origin is None else [tensor, *_lineage(origin.base)]
 
 
-def _outdate(tensor: DTensor) -> None:
+def _mark_views_stale(tensor: DTensor) -> None:
     """Spoil the pieces that may hold what was in ``tensor`` before it was written to; not those known to lie beside it."""
     line = _lineage(tensor)
     for other in stale_views.living_views(line[-1]):
         if not any(other is each for each in line) and not _apart(_lineage(other), line):
-            stale_views.mark_stale(other, OUTDATED)
+            stale_views.mark_stale(other, STALE)
 
 
 def _apart(line: list[DTensor], other: list[DTensor]) -> bool:
@@ -402,8 +402,8 @@ def masked_fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     shards = [dtensors.local(input), dtensors.local(aligned(mask, input.placements, result.shape))]
     if process_groups.coordinate(input.device_mesh) is not None:
         shards[0] = op(*shards, value if given is None else dtensors.local(_whole(given)))
-    written = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
-    return input if written else dtensors.wrap(shards[0], input.device_mesh, input.placements, result)
+    in_place = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
+    return input if in_place else dtensors.wrap(shards[0], input.device_mesh, input.placements, result)
 
 
 def _number(value: Any, input: DTensor) -> DTensor | None:

@@ -230,58 +230,58 @@ class _Call(NamedTuple):
         found = self.relations.items()
         return [dim for dim, taps in found if taps.ratio is None and (dim in dims or taps.nearest)]
 
-    def local(self, here: Task) -> tuple[list[int], list[int], list[float | None], list[slice]]:
+    def local(self, task: Task) -> tuple[list[int], list[int], list[float | None], list[slice]]:
         """The spatial sizes of what plain torch's kernel reads and makes on this rank, its scales, and the rank's part of it.
 
         Along dims with taps, and where the kernel has nothing to do, it makes what it reads.
         """
-        tapped = self.tapped(here.dims)
+        tapped = self.tapped(task.dims)
         reads, makes, scales, part = [], [], [], [slice(None)] * 2
         for (dim, taps), scale in zip(self.relations.items(), self.scales, strict=True):
-            own = here.outputs.spans[dim]
+            own = task.outputs.spans[dim]
             if dim in tapped:
                 reads.append(own.size)
                 makes.append(own.size)
-            elif dim in here.dims:
+            elif dim in task.dims:
                 assert taps.ratio is not None
-                held = here.held(dim)
+                held = task.held(dim)
                 reads.append(held.size)
                 makes.append(taps.ratio * held.size)
             else:
                 reads.append(taps.inputs)
                 makes.append(taps.outputs)
-            sharded = dim in here.dims or dim in tapped
+            sharded = dim in task.dims or dim in tapped
             scales.append(None if sharded else scale)
-            part.append(own.within(here.held(dim).start * (taps.ratio or 0)) if makes[-1] != own.size else slice(None))
+            part.append(own.within(task.held(dim).start * (taps.ratio or 0)) if makes[-1] != own.size else slice(None))
         return reads, makes, scales, part
 
-    def forward(self, region: torch.Tensor, here: Task) -> torch.Tensor:
+    def forward(self, region: torch.Tensor, task: Task) -> torch.Tensor:
         """The kernel of `windowed.forward`."""
-        shape = [*region.shape[:2], *here.outputs.shape[2:]]
+        shape = [*region.shape[:2], *task.outputs.shape[2:]]
         if 0 in shape or not region.numel():
             return region.new_zeros(shape)
-        tapped = self.tapped(here.dims)
+        tapped = self.tapped(task.dims)
         out = region if self.kind.nearest or not tapped else _wide(region)
         for dim in tapped:
-            out = _gather(out, dim, self.relations[dim], here)
+            out = _gather(out, dim, self.relations[dim], task)
         if len(tapped) < len(self.relations):
-            _, makes, scales, part = self.local(here)
+            _, makes, scales, part = self.local(task)
             out = self.kind.op(out, makes, *self.corners, *scales)[tuple(part)]
         return out.to(region.dtype)
 
-    def backward(self, grad: torch.Tensor, here: Task) -> torch.Tensor:
+    def backward(self, grad: torch.Tensor, task: Task) -> torch.Tensor:
         """The kernel of `windowed.adjoint`."""
-        held = [here.held(dim).size for dim in self.relations]
+        held = [task.held(dim).size for dim in self.relations]
         if 0 in held or not grad.numel():
             return grad.new_zeros([*grad.shape[:2], *held])
-        tapped = self.tapped(here.dims)
+        tapped = self.tapped(task.dims)
         out = _wide(grad) if tapped else grad
         if len(tapped) < len(self.relations):
-            reads, makes, scales, part = self.local(here)
-            out = _placed(out, makes, part)
+            reads, makes, scales, part = self.local(task)
+            out = _embedded(out, makes, part)
             out = self.kind.backward(out, makes, [*grad.shape[:2], *reads], *self.corners, *scales)
         for dim in tapped:
-            out = _scatter(out, dim, self.relations[dim], here)
+            out = _scatter(out, dim, self.relations[dim], task)
         return out.to(grad.dtype)
 
 
@@ -290,7 +290,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _placed(grad: torch.Tensor, sizes: Sequence[int], part: Sequence[slice]) -> torch.Tensor:
+def _embedded(grad: torch.Tensor, sizes: Sequence[int], part: Sequence[slice]) -> torch.Tensor:
     """``grad`` as that part of a larger tensor that is zero elsewhere."""
     ends = [(cut.start or 0, size) for size, cut in zip(sizes, part[2:], strict=True)]
     padding = [
@@ -305,10 +305,10 @@ def _weighted(tensor: torch.Tensor, dim: int, weights: list[float]) -> torch.Ten
     return tensor * tensor.new_tensor(weights).view(-1, *[1] * (tensor.ndim - dim - 1))
 
 
-def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Task) -> torch.Tensor:
+def _gather(region: torch.Tensor, dim: int, taps: Taps, task: Task) -> torch.Tensor:
     """The rank's outputs along ``dim``: the sum over the taps of what they read, times their weight."""
-    origin, out = here.held(dim).start, None
-    for reads, weights in taps.table(here.outputs.spans[dim]):
+    origin, out = task.held(dim).start, None
+    for reads, weights in taps.table(task.outputs.spans[dim]):
         index = torch.tensor([i - origin for i in reads], device=region.device)
         part = _weighted(region.index_select(dim, index), dim, weights)
         out = part if out is None else out.add_(part)
@@ -316,11 +316,11 @@ def _gather(region: torch.Tensor, dim: int, taps: Taps, here: Task) -> torch.Ten
     return out
 
 
-def _scatter(grad: torch.Tensor, dim: int, taps: Taps, here: Task) -> torch.Tensor:
+def _scatter(grad: torch.Tensor, dim: int, taps: Taps, task: Task) -> torch.Tensor:
     """The adjoint of `_gather`."""
-    held = here.held(dim)
+    held = task.held(dim)
     out = grad.new_zeros([held.size if d == dim else size for d, size in enumerate(grad.shape)])
-    for reads, weights in taps.table(here.outputs.spans[dim]):
+    for reads, weights in taps.table(task.outputs.spans[dim]):
         index = torch.tensor([i - held.start for i in reads], device=grad.device)
         out.index_add_(dim, index, _weighted(grad, dim, weights))
     return out

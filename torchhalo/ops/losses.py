@@ -98,8 +98,8 @@ def nll_loss(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     per_target: list[Placement] = [Partial() if isinstance(p, Shard) else q for p, q in zip(classes, targets, strict=True)]
     whole: list[Placement] = [Replicate()] * mesh.ndim
     out = per_target if reduction == NONE else whole
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         nothing = dtensors.local(tensors["self"]).new_empty(0, dtype=results[0].dtype)
         return dtensors.wrap(nothing, mesh, out, results[0]), dtensors.wrap(nothing, mesh, whole, results[1])
     shards = _nll_shards(tensors, placements, targets, classes)
@@ -119,7 +119,7 @@ def nll_loss(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             counts = counts * weight.to(counts.dtype)[target.clamp(0, len(weight) - 1)]
         return torch.stack([_sum(each), _sum(counts)])
 
-    found = simulation.per_rank(kernel, *shards, *here)
+    found = simulation.per_rank(kernel, *shards, *coordinate)
     if reduction == NONE:
         zero = found.new_zeros(())
         return dtensors.wrap(found, mesh, out, results[0]), dtensors.wrap(zero, mesh, whole, results[1])
@@ -141,8 +141,8 @@ def nll_loss_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     grad, total = tensors.pop("grad_output"), tensors.pop("total_weight")
     mesh = tensors["self"].device_mesh
     placements, targets, classes = _nll_placements(tensors["self"], tensors["target"])
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         return dtensors.wrap(dtensors.local(grad).new_empty(0, dtype=result.dtype), mesh, placements, result)
     shards = _nll_shards(tensors, placements, targets, classes)
     scale = dtensors.local(aligned(grad, targets, tensors["target"].shape))
@@ -159,7 +159,7 @@ def nll_loss_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
         target, ignored = _localised(target, span, owned.shape[_class_dim(input)], ignore)
         return op(scale, input, target, weight, NONE if reduction == NONE else SUM, ignored, input.new_ones(()))
 
-    out = simulation.per_rank(kernel, scale, *shards, *here)
+    out = simulation.per_rank(kernel, scale, *shards, *coordinate)
     return dtensors.wrap(laid_out(out, result), mesh, placements, result)
 
 

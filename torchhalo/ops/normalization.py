@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.memory import laid_out, memory_format, strides
 from torchhalo.geometry import Span
-from torchhalo.ops.reduction import Reduction, deviations, merged, named, products, tied, total, wide
+from torchhalo.ops.reduction import Reduction, deviations, merged, named, products, total, wide
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -29,6 +29,8 @@ from torchhalo.torch_internals import (
     simulation,
     tracing,
 )
+from torchhalo.torch_internals.redistribution import local_as
+from torchhalo.torch_internals.tracing import depend_if_empty
 
 aten = torch.ops.aten
 
@@ -118,11 +120,6 @@ def _channels(placements: Sequence[Placement]) -> Placements:
     return [Shard(0) if p == Shard(1) else Replicate() for p in placements]
 
 
-def _placed(tensor: DTensor | None, placements: Sequence[Placement]) -> torch.Tensor | None:
-    """This rank's part of a parameter, cut as ``placements`` say."""
-    return None if tensor is None else dtensors.local(redistribution.redistribute(tensor, placements))
-
-
 def _parameter_gradient(
     shard: torch.Tensor, owner: DTensor | None, input: DTensor, shape: Sequence[int], placements: Placements
 ) -> DTensor:
@@ -152,11 +149,7 @@ def _updated(buffer: DTensor, value: DTensor, momentum: float, in_place: bool) -
     shard = dtensors.local(redistribution.redistribute(value, buffer.placements))
     target = dtensors.local(buffer) if in_place else dtensors.local(buffer).clone()
     target.mul_(1 - momentum).add_(shard.to(target.dtype), alpha=momentum)
-    return dtensors.wrap(target, buffer.device_mesh, buffer.placements, _meta(buffer))
-
-
-def _meta(tensor: DTensor) -> dtensors.Meta:
-    return dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return dtensors.wrap(target, buffer.device_mesh, buffer.placements, dtensors.meta(buffer))
 
 
 def _plain_batch_norm(op: handlers.Op, input: DTensor, *rest: Any) -> tuple[Any, ...]:
@@ -198,7 +191,7 @@ def batch_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     places = [list(input.placements), *(channels if all(r.shape) else everywhere for r in results[1:])]
     if done := dtensors.non_member_result(input, results, places):
         return done
-    weight, bias, running_mean, running_var = (_placed(tensor, channels) for tensor in parameters)
+    weight, bias, running_mean, running_var = (local_as(tensor, channels) for tensor in parameters)
     buffers = [buffer for buffer in parameters[2:] if buffer is not None]
     if training:
         out, mean, rstd, squares = _train(input, over, weight, bias, eps, results[0])
@@ -252,7 +245,7 @@ def _train(
         rstd = (squares / over.members + eps).rsqrt().to(dtype)
         factors = (_per_channel(tensor, rest.ndim, dtype) for tensor in (weight, bias))
         out = _scaled(rest, (center - mean).to(dtype), rstd, *factors).to(result.dtype)
-        return tied(out, parts), mean.view(-1).to(dtype), rstd.view(-1), squares.view(-1).to(dtype)
+        return depend_if_empty(out, parts), mean.view(-1).to(dtype), rstd.view(-1), squares.view(-1).to(dtype)
 
     rest, center, parts = simulation.per_rank(deviations, dtensors.local(input), over.dims)
     return simulation.per_rank(finish, over.gather(parts), rest, center, weight, bias)
@@ -290,7 +283,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         ("save_mean", "save_invstd" if "save_invstd" in given else "save_var") if training else ("running_mean", "running_var")
     )
     statistics = [
-        _placed(tensor, channels)
+        local_as(tensor, channels)
         for tensor in dtensors.as_dtensors("batch_norm backward", input=input, **{name: given[name] for name in names})[1:]
     ]
 
@@ -315,7 +308,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
             out = _input_gradient(grad, shard, sums, mean, rstd, scale, over.members)
         else:
             out = grad * scale
-        return tied(laid_out(out.to(result.dtype), result), sums)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     shards = dtensors.local(grad), dtensors.local(input)
     sums = simulation.per_rank(summary, *shards, *statistics)
@@ -323,7 +316,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     sums = collectives.all_reduce(sums, over.mesh, over.axes) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = simulation.per_rank(finish, sums, *shards, _placed(weight, channels), *statistics)
+        out = simulation.per_rank(finish, sums, *shards, local_as(weight, channels), *statistics)
         found[0] = dtensors.wrap(out, over.mesh, input.placements, result)
     places = [Partial() if axis in over.axes and not add_up else p for axis, p in enumerate(channels)]
     for i, which in ((1, 1), (2, 0)):
@@ -410,12 +403,12 @@ def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         factors = (_per_channel(tensor, rest.ndim, dtype) for tensor in (weight, bias))
         shift = (center - groups.spread(mean, rest.ndim)).to(dtype)
         out = _scaled(rest, shift, groups.spread(rstd, rest.ndim), *factors)
-        return tied(laid_out(out.to(results[0].dtype), results[0]), parts), mean.to(dtype), rstd
+        return depend_if_empty(laid_out(out.to(results[0].dtype), results[0]), parts), mean.to(dtype), rstd
 
     where = process_groups.coordinate(over.mesh)
     rest, center, parts = simulation.per_rank(summary, dtensors.local(input), where)
     channels = _channels(input.placements)
-    parameters = _placed(weight, channels), _placed(bias, channels)
+    parameters = local_as(weight, channels), local_as(bias, channels)
     shards = simulation.per_rank(finish, over.gather(parts), rest, center, *parameters, where)
     return tuple(
         dtensors.wrap(shard, over.mesh, place, result._replace(dtype=shard.dtype))
@@ -479,10 +472,16 @@ def group_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         per_cell = torch.stack([groups.spread(each, ndim) for each in per_group])
         scale = spread if factor is None else spread * factor
         out = _input_gradient(grad, shard, per_cell, center, spread, scale, over.members // count)
-        return tied(laid_out(out.to(result.dtype), result), sums)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     where = process_groups.coordinate(over.mesh)
-    shards = dtensors.local(grad), dtensors.local(input), _placed(mean, rows), _placed(rstd, rows), _placed(weight, channels)
+    shards = (
+        dtensors.local(grad),
+        dtensors.local(input),
+        local_as(mean, rows),
+        local_as(rstd, rows),
+        local_as(weight, channels),
+    )
     sums = simulation.per_rank(summary, *shards, where)
     sums = collectives.all_reduce(sums, over.mesh, over.axes) if mask[0] else sums
     found: list[DTensor | None] = [None, None, None]
@@ -524,7 +523,10 @@ def layer_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return done
     dtype, counts = wide(input.dtype), over.counts()
     eps = torch.finfo(dtype).eps if eps is None else eps
-    shard, factors = dtensors.local(input), [_placed(weight, parameters), _placed(bias, parameters)]
+    shard, factors = (
+        dtensors.local(input),
+        [local_as(weight, parameters), local_as(bias, parameters)],
+    )
 
     def summary(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if centered:
@@ -539,7 +541,11 @@ def layer_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         mean, squares = merged(parts, counts) if centered else (center, parts)
         rstd = (squares / over.members + eps).rsqrt().to(dtype)
         out = _scaled(rest, (center - mean).to(dtype), rstd, *(_in_row(tensor, lead, dtype) for tensor in (weight, bias)))
-        return tied(laid_out(out.to(results[0].dtype), results[0]), parts), *([mean.to(dtype)] if centered else []), rstd
+        return (
+            depend_if_empty(laid_out(out.to(results[0].dtype), results[0]), parts),
+            *([mean.to(dtype)] if centered else []),
+            rstd,
+        )
 
     def alone(shard: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return op(shard, shape, *(factors if centered else factors[:1]), given["eps"])
@@ -593,7 +599,11 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     grad = redistribution.redistribute(grad, input.placements)
     dtype = wide(input.dtype)
     shards: list[Any] = [dtensors.local(grad), dtensors.local(input)]
-    shards += [_placed(mean, rows), _placed(rstd, rows), _placed(weight, parameters)]
+    shards += [
+        local_as(mean, rows),
+        local_as(rstd, rows),
+        local_as(weight, parameters),
+    ]
 
     def summary(
         grad: torch.Tensor, shard: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, weight: torch.Tensor | None
@@ -612,7 +622,7 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     ) -> torch.Tensor:
         rstd = rstd.to(dtype)
         out = _input_gradient(weighted, shard, sums, None if mean is None else mean.to(dtype), rstd, rstd, over.members)
-        return tied(laid_out(out.to(result.dtype), result), sums)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     if over.axes or (input.device.type == "cpu" and not centered):  # the CPU has no kernel of RMS norm's gradient
         weighted, sums, *found = simulation.per_rank(summary, *shards)
@@ -621,7 +631,7 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         found = [out if mask[0] else sums, *found]
     else:
         saved = [t for t in shards[2:4] if t is not None]
-        given_too = [shards[4], _placed(bias, parameters)] if centered else [shards[4]]
+        given_too = [shards[4], local_as(bias, parameters)] if centered else [shards[4]]
 
         def alone(grad: torch.Tensor, shard: torch.Tensor, *rest: torch.Tensor | None) -> Any:
             return op(grad, shard, shape, *rest, mask)

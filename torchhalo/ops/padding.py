@@ -26,8 +26,8 @@ def constant_pad_nd(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, An
     ends = _ends(input.ndim, padding)
     windows = {dim: Window(1, before=before, after=after) for dim, (before, after) in ends.items()}
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
-        rest = [(0, 0) if dim in here.dims else ends.get(dim, (0, 0)) for dim in reversed(range(region.ndim))]
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
+        rest = [(0, 0) if dim in task.dims else ends.get(dim, (0, 0)) for dim in reversed(range(region.ndim))]
         return aten.constant_pad_nd(region, [end for pair in rest for end in pair], value)
 
     return forward(kernel, input, windows, [result], region=reach, fill=value)[0]
@@ -48,8 +48,8 @@ def pad_from_edges(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     (result,) = fake_tensors.plain_result(op, input, padding)
     relations = _relations(op, input.shape, padding)
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
-        return gather_pieces(region, here, relations)
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
+        return gather_pieces(region, task, relations)
 
     return forward(kernel, input, relations, [formatted_on_cpu(result, input)], region=exact)[0]
 
@@ -70,8 +70,8 @@ def pad_from_edges_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict
     grad = redistribution.redistribute(grad, redistribution.reduced_placements(input.placements))
     relations = _relations(op, input.shape, args[2])
 
-    def kernel(shard: torch.Tensor, here: Task) -> torch.Tensor:
-        return scatter_pieces(shard, here, relations)
+    def kernel(shard: torch.Tensor, task: Task) -> torch.Tensor:
+        return scatter_pieces(shard, task, relations)
 
     return adjoint(kernel, grad, relations, formatted(result, input), region=exact)
 

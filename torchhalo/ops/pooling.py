@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.exchange.addressed import moved
+from torchhalo.exchange.addressed import reindexed
 from torchhalo.exchange.memory import memory_format
 from torchhalo.exchange.parts import Pads
-from torchhalo.exchange.relayout import relayout
+from torchhalo.exchange.relayout import with_placements
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Relation, Span, Window
@@ -56,9 +55,9 @@ class Pool(NamedTuple):
         parameters = zip(self.kernel, self.stride, self.padding, self.padding, self.dilation, strict=True)
         return {ndim - len(self.kernel) + i: Window(*each) for i, each in enumerate(parameters)}
 
-    def within(self, here: Task, ndim: int) -> Pool:
+    def within(self, task: Task, ndim: int) -> Pool:
         """The pool of a region, which along sharded dims holds the padding already or wants another."""
-        own = dict(zip(here.dims, here.padding or [0] * len(here.dims), strict=True))
+        own = dict(zip(task.dims, task.padding or [0] * len(task.dims), strict=True))
         first = ndim - len(self.kernel)
         return self._replace(padding=tuple(own.get(first + i, p) for i, p in enumerate(self.padding)))
 
@@ -79,7 +78,7 @@ def summed(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def let_torch_object(op: handlers.Op, input: DTensor) -> None:
+def raise_dtype_errors(op: handlers.Op, input: DTensor) -> None:
     """Let the smallest plain pool object to a dtype: only torch's kernels check it, and a rank may have nothing to pool."""
     if input.dtype not in (torch.float32, torch.float64) and not tracing.is_tracing():
         _smallest(op, input.ndim, input.dtype, input.device.type)
@@ -98,16 +97,16 @@ def max_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Handler of ``aten.max_pool2d_with_indices`` and its like; the indices are those into the whole tensor."""
     input, *parameters = handlers.bind(op, args, kwargs)
     pool = Pool.of(spatial(op), *parameters)
-    let_torch_object(op, input)
+    raise_dtype_errors(op, input)
     results = fake_tensors.plain_result(op, input, *pool)
     windows = pool.windows(input.ndim)
     sizes = [input.shape[dim] for dim in windows]
 
-    def kernel(region: torch.Tensor, here: Task) -> tuple[torch.Tensor, ...]:
+    def kernel(region: torch.Tensor, task: Task) -> tuple[torch.Tensor, ...]:
         if not region.numel():
-            return tuple(region.new_empty(here.outputs.shape, dtype=result.dtype) for result in results)
-        values, indices = op(region, *pool.within(here, region.ndim))
-        held = [here.held(dim) for dim in windows]
+            return tuple(region.new_empty(task.outputs.shape, dtype=result.dtype) for result in results)
+        values, indices = op(region, *pool.within(task, region.ndim))
+        held = [task.held(dim) for dim in windows]
 
         def move(dim: int, at: torch.Tensor) -> torch.Tensor:
             # Of a window with nothing but the lowest value the index is that of its first input, which may be padding here.
@@ -117,7 +116,7 @@ def max_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         first = first_index(held, sizes)
         if first is not None:
             return values, indices.add_(first) if first else indices
-        return values, moved(indices, [span.size for span in held], sizes, move)
+        return values, reindexed(indices, [span.size for span in held], sizes, move)
 
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
     return forward(kernel, input, windows, results, region=reach, fill=lowest, pads=pool.pads(input.ndim))
@@ -157,15 +156,7 @@ def first_index(held: Sequence[Span], sizes: Sequence[int]) -> int | None:
 
 def as_pooled(tensor: DTensor, input: DTensor) -> DTensor:
     """``tensor`` sharded as the result of a pool of ``input`` is."""
-    return placed_as(tensor, redistribution.reduced_placements(input.placements))
-
-
-def placed_as(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``tensor`` with other placements, none Partial: what changes owner travels."""
-    tensor = redistribution.reduce_partial(tensor)
-    if tensor.placements == tuple(placements):
-        return tensor
-    return relayout(tensor, dtensors.Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype), placements)
+    return with_placements(tensor, redistribution.reduced_placements(input.placements))
 
 
 def to_maxima(
@@ -174,8 +165,8 @@ def to_maxima(
     """The gradient of a maximum: to the elements that the indices name, which are among those that the rank read."""
     sizes, lead = [result.shape[dim] for dim in windows], grad.ndim - len(windows)
 
-    def kernel(grad: torch.Tensor, here: Task, indices: torch.Tensor) -> torch.Tensor:
-        held = [here.held(dim) for dim in windows]
+    def kernel(grad: torch.Tensor, task: Task, indices: torch.Tensor) -> torch.Tensor:
+        held = [task.held(dim) for dim in windows]
         if not grad.numel():
             return nothing(grad, held)
         shape = *grad.shape[:lead], *(span.size for span in held)
@@ -183,12 +174,12 @@ def to_maxima(
 
         def move(at: torch.Tensor, start: int, size: int) -> torch.Tensor:
             at = at - start if start else at
-            if here.padding:
+            if task.padding:
                 within.append((at >= 0) & (at < size))
             return at
 
         if first is None:
-            indices = moved(indices, sizes, shape[lead:], lambda dim, at: move(at, held[dim].start, held[dim].size))
+            indices = reindexed(indices, sizes, shape[lead:], lambda dim, at: move(at, held[dim].start, held[dim].size))
         else:
             indices = move(indices, first, prod(shape[lead:]))
         if within:
@@ -234,9 +225,9 @@ class Average(NamedTuple):
         pool = self.pool
         return pool.kernel, pool.stride, pool.padding, pool.ceil_mode, self.include_pad, self.divisor
 
-    def sums(self, here: Task, ndim: int, divisor: int | None) -> tuple[Any, ...]:
+    def sums(self, task: Task, ndim: int, divisor: int | None) -> tuple[Any, ...]:
         """The same for a region, and for sums if there is no one divisor."""
-        return self._replace(pool=self.pool.within(here, ndim), divisor=divisor or 1).spread()
+        return self._replace(pool=self.pool.within(task, ndim), divisor=divisor or 1).spread()
 
     def counted(self, window: Window, size: int) -> Span:
         """What counts along one dim where a window meets it."""
@@ -249,11 +240,11 @@ class Average(NamedTuple):
         )
         return prod(self.pool.kernel) if self.divisor is None and whole else self.divisor
 
-    def counts(self, windows: Mapping[int, Window], input: Sequence[int], here: Task, device: Any) -> dict[int, torch.Tensor]:
+    def counts(self, windows: Mapping[int, Window], input: Sequence[int], task: Task, device: Any) -> dict[int, torch.Tensor]:
         """For each dim, how many elements count in the windows of the rank's outputs."""
         counts = {}
         for dim, window in windows.items():
-            counted, outputs = self.counted(window, input[dim]), here.outputs.spans[dim]
+            counted, outputs = self.counted(window, input[dim]), task.outputs.spans[dim]
             first = torch.arange(outputs.start, outputs.stop, device=device) * window.stride - window.before
             counts[dim] = (first + window.kernel).clamp(max=counted.stop) - first.clamp(min=counted.start)
         return counts
@@ -264,18 +255,18 @@ def avg_pool(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Handler of ``aten.avg_pool2d`` and its like."""
     input, *parameters = handlers.bind(op, args, kwargs)
     average = Average.of(spatial(op), *parameters)
-    let_torch_object(op, input)
+    raise_dtype_errors(op, input)
     (result,) = fake_tensors.plain_result(op, input, *average.spread())
     windows = average.pool.windows(input.ndim)
     divisor = average.common_divisor(windows, input.shape, result.shape)
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
         if not region.numel():
-            return region.new_empty(here.outputs.shape)
-        arguments = average.sums(here, region.ndim, divisor)
+            return region.new_empty(task.outputs.shape)
+        arguments = average.sums(task, region.ndim, divisor)
         if divisor is not None:
             return op(region, *arguments)
-        counts = average.counts(windows, input.shape, here, region.device)
+        counts = average.counts(windows, input.shape, task, region.device)
         return divided(op(region.to(summed(region.dtype)), *arguments), counts).to(region.dtype)
 
     return forward(kernel, input, windows, [result], region=reach, pads=average.pool.pads(input.ndim))[0]
@@ -294,20 +285,20 @@ def avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     divisor = average.common_divisor(windows, input.shape, grad.shape)
     format = memory_format(result.shape, result.stride)
 
-    def kernel(grad: torch.Tensor, here: Task) -> torch.Tensor:
-        held = {dim: here.held(dim) for dim in windows}
+    def kernel(grad: torch.Tensor, task: Task) -> torch.Tensor:
+        held = {dim: task.held(dim) for dim in windows}
         if not grad.numel():
             return nothing(grad, list(held.values()))
         share = grad
         if divisor is None:
-            counts = average.counts(windows, input.shape, here, grad.device)
+            counts = average.counts(windows, input.shape, task, grad.device)
             share = divided(grad.to(summed(grad.dtype)), counts)
-        cut = () if here.padding else here.dims
-        spans = {dim: windows[dim].reach(here.outputs.spans[dim]) if dim in cut else held[dim] for dim in windows}
+        cut = () if task.padding else task.dims
+        spans = {dim: windows[dim].reach(task.outputs.spans[dim]) if dim in cut else held[dim] for dim in windows}
         out = op(
             share,
             unread(share, [span.size for span in spans.values()], format),
-            *average.sums(here, grad.ndim, divisor),
+            *average.sums(task, grad.ndim, divisor),
         )
         return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
 

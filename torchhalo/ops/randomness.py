@@ -419,8 +419,8 @@ def _drawn(
     """
     mesh, shard = tensor.device_mesh, dtensors.local(tensor)
     seed = _seed(op, mesh, shard.device, kwargs.get("generator"))
-    here = process_groups.coordinate(mesh)
-    if here is None:
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
         return shard.new_empty(0, dtype=dtype)
     whole = layout(tensor.shape, mesh, placements)
     others = [dtensors.local(aligned(p, placements, tensor.shape)) if isinstance(p, DTensor) else p for p in parameters]
@@ -439,4 +439,4 @@ def _drawn(
             out[cut].copy_(draw(_bits(part, whole.shape, seed), dtype, *along))
         return out
 
-    return simulation.per_rank(kernel, shard, out, seed, others, *here)
+    return simulation.per_rank(kernel, shard, out, seed, others, *coordinate)

@@ -31,7 +31,7 @@ from torchhalo.torch_internals import (
     simulation,
     tracing,
 )
-from torchhalo.torch_internals.tracing import depend_on
+from torchhalo.torch_internals.tracing import depend_if_empty, depend_on
 
 aten = torch.ops.aten
 
@@ -137,11 +137,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def total(input: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """The sum over ``dims``, which stay with size 1; over none of them, if there are none."""
     return input.sum(list(dims), keepdim=True, dtype=wide(input.dtype)) if dims else input.to(wide(input.dtype))
-
-
-def tied(result: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
-    """``result``; where it is empty, tied to what was received, as a compiler may drop what only an empty tensor needs."""
-    return result if result.numel() else depend_on(result, cause)
 
 
 # Mean.
@@ -543,7 +538,7 @@ def softmax(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         norm = (sums * (mosts - most).exp()).sum(0)
         rest = shard.to(wide(shard.dtype)) - most
         out = rest.exp_().div_(norm) if op is aten._softmax.default else rest.sub_(norm.log())
-        return tied(laid_out(out.to(result.dtype), result), parts)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), parts)
 
     parts = over.gather(simulation.per_rank(summary, shard))
     return dtensors.wrap(simulation.per_rank(finish, parts, shard), over.mesh, input.placements, result)
@@ -577,7 +572,7 @@ def softmax_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, A
             out = (grad - sums).mul_(output)
         else:
             out = torch.addcmul(grad, output.to(sums.dtype).exp(), sums, value=-1)
-        return tied(laid_out(out.to(result.dtype), result), sums)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     shards = dtensors.local(grad), dtensors.local(output)
     sums = collectives.all_reduce(simulation.per_rank(summary, *shards), over.mesh, over.axes)
@@ -607,7 +602,7 @@ def scan(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
         out = op(shard, dim, dtype=dtype)
         if parts is not None:
             before = parts[: over.layout.part(over.dims[0], coordinate)]
-            out = tied(join(out, reduce(before, 0)), parts) if len(before) else depend_on(out, parts)
+            out = depend_if_empty(join(out, reduce(before, 0)), parts) if len(before) else depend_on(out, parts)
         return laid_out(out.to(result.dtype), result)
 
     shard = dtensors.local(input)

@@ -41,13 +41,13 @@ def pixel_shuffle(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         first + 2: space.mirror if shuffles else space,
     }
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
         if not region.numel():
-            return region.new_zeros(here.outputs.shape)
+            return region.new_zeros(task.outputs.shape)
         cuts = [slice(None)] * region.ndim
         for dim, relation in relations.items():
             if isinstance(relation, Mirror):
-                cuts[dim] = here.outputs.spans[dim].within(here.held(dim).start * relation.window.stride)
+                cuts[dim] = task.outputs.spans[dim].within(task.held(dim).start * relation.window.stride)
         return op(region, factor)[tuple(cuts)]
 
     return forward(kernel, input, relations, [result])[0]
@@ -66,7 +66,7 @@ def channel_shuffle(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, An
     order = [group * each + channel for channel in range(each) for group in range(groups)]
     relations = {1: Pieces(tuple(Piece(Span(i, i + 1), first) for i, first in enumerate(order)))}
 
-    def kernel(region: torch.Tensor, here: Task) -> torch.Tensor:
-        return gather_pieces(region, here, relations) if here.dims else op(region, groups)
+    def kernel(region: torch.Tensor, task: Task) -> torch.Tensor:
+        return gather_pieces(region, task, relations) if task.dims else op(region, groups)
 
     return forward(kernel, input, relations, [formatted_on_cpu(result, input)], region=exact)[0]

@@ -11,7 +11,8 @@ from torchhalo.exchange import addressed
 from torchhalo.exchange.addressed import Addresses
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import laid_out
-from torchhalo.ops.pooling import as_pooled, placed_as, spatial
+from torchhalo.exchange.relayout import with_placements
+from torchhalo.ops.pooling import as_pooled, spatial
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 
 aten = torch.ops.aten
@@ -72,8 +73,8 @@ def gather(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     placements = [held if isinstance(held, Shard) else named for held, named in zip(holds, names, strict=True)]
     # Where the indices alone are sharded along the dim, each rank has all that its own may name.
     alone = [p == Shard(dim) and held != p for held, p in zip(holds, placements, strict=True)]
-    input = placed_as(input, [Replicate() if a else p for a, p in zip(alone, placements, strict=True)])
-    indices = placed_as(indices, placements)
+    input = with_placements(input, [Replicate() if a else p for a, p in zip(alone, placements, strict=True)])
+    indices = with_placements(indices, placements)
     mesh = input.device_mesh
     addresses = Addresses(layout(input.shape, mesh, input.placements), (dim,))
     shards = dtensors.local(input), dtensors.local(indices)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import Relayout, placed, relayout
+from torchhalo.exchange.relayout import Relayout, relayout, view_placements
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Window
@@ -46,9 +46,9 @@ def view(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
 
 
 def _view(op: handlers.Op, input: DTensor, result: dtensors.Meta) -> DTensor:
-    placements = placed(input, result.shape)
+    placements = view_placements(input, result.shape)
     out = relayout(input, result, placements)
-    if op in _VIEWS and not Relayout.of(input, result.shape, placements).still:
+    if op in _VIEWS and not Relayout.of(input, result.shape, placements).unmoved:
         stale_views.set_origin(out, Moved(input, result.shape), input)
     return out
 
@@ -121,11 +121,11 @@ def im2col(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     taps = tuple(window.kernel for window in windows.values())
     shape = (*input.shape[:-2], *_grid(input.shape, windows), prod(taps))  # the taps last, so that dims keep their place
 
-    def on_region(region: torch.Tensor, here: Task) -> torch.Tensor:
-        count = [here.outputs.spans[dim].size for dim in windows]
+    def on_region(region: torch.Tensor, task: Task) -> torch.Tensor:
+        count = [task.outputs.spans[dim].size for dim in windows]
         if not region.numel() or 0 in count:
             return depend_on(region.new_zeros([*region.shape[:-2], *count, prod(taps)]), region)
-        padding = [0 if dim in here.dims else window.before for dim, window in windows.items()]
+        padding = [0 if dim in task.dims else window.before for dim, window in windows.items()]
         steps = [[getattr(window, name) for window in windows.values()] for name in ("dilation", "stride")]
         columns = aten.im2col(region, taps, steps[0], padding, steps[1])
         return columns.unflatten(-1, count).unflatten(-3, (-1, prod(taps))).movedim(-3, -1)
@@ -133,7 +133,7 @@ def im2col(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     middle = _dense(result._replace(shape=shape))
     (columns,) = forward(on_region, input, windows, [middle], region=reach)
     columns = _taps(columns, -1, -3)
-    out = relayout(columns, result, placed(columns, result.shape))
+    out = relayout(columns, result, view_placements(columns, result.shape))
     return dtensors.wrap(dtensors.local(out).contiguous(), out.device_mesh, out.placements, result)
 
 
@@ -158,14 +158,14 @@ def col2im(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     grid = _grid(result.shape, windows)
     split = _dense(result._replace(shape=(*result.shape[:-2], prod(taps), *grid)))
     between = len(split.shape) - 3
-    placements = [Shard(between - 1) if p == Shard(between) else p for p in placed(input, split.shape)]
+    placements = [Shard(between - 1) if p == Shard(between) else p for p in view_placements(input, split.shape)]
     columns = _taps(
         relayout(redistribution.reduce_partial(input), split, redistribution.reduced_placements(placements)), -3, -1
     )
 
-    def on_columns(shard: torch.Tensor, here: Task) -> torch.Tensor:
-        whole = [here.held(dim) for dim in windows]
-        count = [here.outputs.spans[dim] for dim in windows]
+    def on_columns(shard: torch.Tensor, task: Task) -> torch.Tensor:
+        whole = [task.held(dim) for dim in windows]
+        count = [task.outputs.spans[dim] for dim in windows]
         if not shard.numel() or not all(span.size for span in whole):
             return depend_on(shard.new_zeros([*shard.shape[:-3], *(span.size for span in whole)]), shard)
         reached = [window.reach(span) for window, span in zip(windows.values(), count, strict=True)]

@@ -109,11 +109,11 @@ def first_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Box] | None:
     """
     assert isinstance(tensor, DTensor)
     tensor = redistribution.reduce_partial(tensor)
-    here = process_groups.coordinate(tensor.device_mesh)
+    coordinate = process_groups.coordinate(tensor.device_mesh)
     copies = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    if here is None or any(here[axis] for axis in copies):
+    if coordinate is None or any(coordinate[axis] for axis in copies):
         return None
-    return tensor.to_local(), layout(tensor.shape, tensor.device_mesh, tensor.placements).owned(here)
+    return tensor.to_local(), layout(tensor.shape, tensor.device_mesh, tensor.placements).owned(coordinate)
 
 
 def _cuts(box: Box) -> tuple[slice, ...]:

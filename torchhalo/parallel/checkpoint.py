@@ -218,14 +218,14 @@ def _put_together(
     """What `_taken_apart` took apart, as the ``state_dict`` of ``optimizer``, which numbers its parameters."""
     numbers = {parameter: number for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     groups = []
-    for group, there in zip(optimizer.param_groups, saved["groups"], strict=True):
-        groups.append({**there, "params": [numbers[parameter] for parameter in group["params"]]})
+    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
+        groups.append({**stored, "params": [numbers[parameter] for parameter in group["params"]]})
     state = {numbers[parameters[name]]: {**values, **tensors.get(name, {})} for name, values in saved["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
-def _must_agree(what: str, here: Iterable[str], saved: Iterable[str]) -> None:
-    wanted, given = set(here), set(saved)
+def _must_agree(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
+    wanted, given = set(current), set(saved)
     missing, unexpected = sorted(wanted - given), sorted(given - wanted)
     if missing or unexpected:
         raise ValueError(
@@ -235,11 +235,13 @@ def _must_agree(what: str, here: Iterable[str], saved: Iterable[str]) -> None:
 
 
 def _must_have_groups(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], saved: list[dict[str, Any]]) -> None:
-    here = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
-    there = [sorted(group["params"]) for group in saved]
-    _must_agree("the optimizer's parameters", chain(*here), chain(*there))
-    if here != there:
-        raise ValueError(f"Checkpoints.load: the optimizer's groups must be those that were saved, {there}; they are {here}")
+    current = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+    stored = [sorted(group["params"]) for group in saved]
+    _must_agree("the optimizer's parameters", chain(*current), chain(*stored))
+    if current != stored:
+        raise ValueError(
+            f"Checkpoints.load: the optimizer's groups must be those that were saved, {stored}; they are {current}"
+        )
 
 
 def _allocate(model: nn.Module) -> None:

@@ -175,7 +175,7 @@ class _Edges:
     def attach(self, model: nn.Module) -> None:
         """Replicate what nobody else keeps, and put hooks on the model and its modules."""
         tensors = chain(model.named_parameters(), model.named_buffers())
-        agree(f"the parameters of {type(model).__name__}", {name: _told(tensor) for name, tensor in tensors}, self.mesh)
+        agree(f"the parameters of {type(model).__name__}", {name: _description(tensor) for name, tensor in tensors}, self.mesh)
         kept = _kept(model)
         self.wrapped, self._shares = bool(kept), _averages(model, kept, self.mesh)
         replace_tensors(model, lambda tensor: (_same if id(tensor) in kept else _replicated)(tensor, self.mesh))
@@ -236,13 +236,13 @@ class _Edges:
         """Have the ranks compare inputs of new shapes or dtypes, which are new on all of them at once, or they differ."""
         if self.inputs == "shard":
             return  # whose shapes `_joined` compares
-        told = tuple(map(_told, inputs))
-        if told not in self._agreed:
-            facts = {f"input {number}": text for number, text in enumerate(told)}
+        descriptions = tuple(map(_description, inputs))
+        if descriptions not in self._agreed:
+            facts = {f"input {number}": text for number, text in enumerate(descriptions)}
             agree(f"the inputs of {type(model).__name__}", facts, self.mesh)
             if len(self._agreed) >= 1024:
                 self._agreed.clear()
-            self._agreed.add(told)
+            self._agreed.add(descriptions)
 
     def _sharded(self, tensor: torch.Tensor, dims: int) -> torch.Tensor:
         if isinstance(tensor, DTensor) or tensor.ndim != dims or dims < 3:
@@ -252,7 +252,7 @@ class _Edges:
         return _joined(tensor, self.mesh, placements_for(tensor.shape, self.mesh.ndim, self.dims))
 
 
-def _told(tensor: torch.Tensor) -> str:
+def _description(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -328,7 +328,7 @@ def _kept(model: nn.Module) -> dict[int, list[int]]:
             kept |= {id(tensor): ranks for tensor in chain(module.parameters(), module.buffers())}
         elif isinstance(module, FSDPModule):
             meshes = {id(tensor): tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
-            kept |= {key: list(process_groups.fiber_members(mesh, range(mesh.ndim))) for key, mesh in meshes.items()}
+            kept |= {key: list(process_groups.submesh_members(mesh, range(mesh.ndim))) for key, mesh in meshes.items()}
     return kept
 
 
@@ -347,7 +347,7 @@ def _averages(model: nn.Module, kept: dict[int, list[int]], mesh: DeviceMesh) ->
     """
     if not kept:
         return False
-    space = set(process_groups.fiber_members(mesh, range(mesh.ndim)))
+    space = set(process_groups.submesh_members(mesh, range(mesh.ndim)))
     shared = {len(space & set(ranks)) for ranks in kept.values()}
     if shared - {1, len(space)} or len(shared) > 1:
         raise ValueError(

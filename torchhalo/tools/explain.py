@@ -188,9 +188,9 @@ def explain(
     ranks = []
     for place in product(*ends):
         progress(f"rank {place} of {'x'.join(map(str, mesh))}")
-        ranks.append(_seen(made, inputs, tuple(mesh), place, cut, dtype, train))
+        ranks.append(_observe(made, inputs, tuple(mesh), place, cut, dtype, train))
     progress("one device")
-    alone = _seen(made, inputs, (1,), (0,), cut[:1], dtype, train).peak
+    alone = _observe(made, inputs, (1,), (0,), cut[:1], dtype, train).peak
     name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
     shapes = [tuple(x.shape) for x in inputs]
     return Explanation(name, shapes, tuple(mesh), cut, str(dtype).removeprefix("torch."), train, ranks, alone)
@@ -226,7 +226,7 @@ def smallest_mesh(
     mesh = [1] * axes
     while math.prod(mesh) <= 4096:
         progress(f"a mesh of {_mesh(mesh)}")
-        if _seen(made, inputs, tuple(mesh), (0,) * axes, cut, dtype, train).peak <= memory:
+        if _observe(made, inputs, tuple(mesh), (0,) * axes, cut, dtype, train).peak <= memory:
             return tuple(mesh)
         mesh[max(range(axes), key=lambda axis: inputs[0].shape[cut[axis]] / mesh[axis])] *= 2
     return None
@@ -242,7 +242,7 @@ def _cut(inputs: list[torch.Tensor], axes: int, dims: int | Sequence[int] | None
     return tuple(placement.dim for placement in placements_for(inputs[0].shape, axes, dims) if isinstance(placement, Shard))
 
 
-def _seen(
+def _observe(
     model: Any,
     sample: list[torch.Tensor],
     mesh_shape: tuple[int, ...],
@@ -258,9 +258,9 @@ def _seen(
         mesh = init_device_mesh("cpu", mesh_shape)
         net = _without_values(model).train(train)
         with fake_tensors.fake_tensor_mode():
-            replace_tensors(net, lambda tensor: _imagined(tensor, dtype))
+            replace_tensors(net, lambda tensor: _fake(tensor, dtype))
             parallelize(net, mesh, dims=dims)
-            inputs = [_imagined(x, dtype) for x in sample]
+            inputs = [_fake(x, dtype) for x in sample]
             inputs = [shard(x, mesh, dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
             inputs = [x.detach().requires_grad_(given.requires_grad) for x, given in zip(inputs, sample, strict=True)]
             with gathers.watch(lambda gather: None):
@@ -283,7 +283,7 @@ def _step(model: nn.Module, inputs: list[torch.Tensor], train: bool, between: Ca
             torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
 
 
-def _imagined(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_meta:
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype)  # of which `item` knows the value
     return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else tensor.dtype)

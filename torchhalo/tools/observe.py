@@ -106,11 +106,11 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
         inputs = [shard(x, mesh, case.dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
     inputs = [x.detach().requires_grad_(case.backward and x.is_floating_point()) for x in inputs]
     watcher = _Watcher(model, inputs)
-    alone = _Alone(mesh)
+    alone = _SingleProcess(mesh)
     if mesh_shape is None:
         alone.mark([*inputs, *model.parameters(), *model.buffers()])
     scope = alone if mesh_shape is None else nullcontext()
-    place = _Place()
+    place = _FailureTracker()
     with gathers.watch(watcher.gather), counted() as sent, modules.watched(), scope, Uncast(case.dtype), place:
         torch.manual_seed(case.seed)
         try:
@@ -248,7 +248,7 @@ class _Watcher:
         return [(op, path, times, size) for (op, path), (times, size) in self._gathered.items()]
 
 
-class _Alone(watching.TorchDispatchMode):
+class _SingleProcess(watching.TorchDispatchMode):
     """In one process: counts what convolutions read, and draws random numbers as a mesh of one rank does.
 
     Of the latter only those for tensors that would be DTensors on a mesh: inputs, parameters, and all that is made from them.
@@ -284,7 +284,7 @@ class _Alone(watching.TorchDispatchMode):
         return tuple(map(dtensors.local, out)) if isinstance(out, tuple) else dtensors.local(out)
 
 
-class _Place(watching.TorchDispatchMode):
+class _FailureTracker(watching.TorchDispatchMode):
     """Notes at which op, and in which module, a model raises."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 #: How many things are kept, of each kind, to be found again; then all are let go.
-KEPT = 4096
+CACHE_SIZE = 4096
 
 
 R = TypeVar("R")
@@ -22,27 +22,27 @@ def cached_on_mesh(mesh: DeviceMesh, make: Callable[..., R], *key: Any) -> R:
 
     It is kept with the mesh, not by what the mesh is equal to: an equal one may have other process groups.
     """
-    kept: dict[Any, R] = mesh.__dict__.setdefault("_torchhalo", _Kept())
+    kept: dict[Any, R] = mesh.__dict__.setdefault("_torchhalo", _MeshCache())
     known = make, *key
     if known not in kept:
-        if len(kept) >= KEPT:
+        if len(kept) >= CACHE_SIZE:
             kept.clear()
         kept[known] = make(mesh, *key)
-        _note_new()
+        _count_miss()
     return kept[known]
 
 
-class _Met(threading.local):
+class _Misses(threading.local):
     new = 0
 
 
-_met = _Met()
+_misses = _Misses()
 
 
-def _note_new() -> None:
+def _count_miss() -> None:
     """Let stock's caches go now and then. DTensor has one for each thread, so each thread counts what it prepares."""
-    _met.new += 1
-    if _met.new % KEPT == 0:
+    _misses.new += 1
+    if _misses.new % CACHE_SIZE == 0:
         clear_stock_caches()
 
 
@@ -56,8 +56,8 @@ def clear_stock_caches() -> None:
     FakeTensorMode.cache_clear()
 
 
-class _Kept(dict[Any, Any]):
+class _MeshCache(dict[Any, Any]):
     """What was prepared for a mesh; a copy of the mesh, or one that is loaded from a file, starts anew."""
 
     def __reduce__(self) -> Any:
-        return _Kept, ()
+        return _MeshCache, ()

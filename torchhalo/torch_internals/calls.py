@@ -26,7 +26,7 @@ class Call(NamedTuple):
 _running: list[tuple[Op, tuple[Any, ...], dict[str, Any]]] = []
 
 
-def noted(handler: Handler) -> Handler:
+def track_call(handler: Handler) -> Handler:
     """``handler``, and while it runs, `running_call` tells of it."""
 
     def run(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

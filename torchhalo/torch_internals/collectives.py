@@ -11,7 +11,7 @@ from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo.torch_internals.calls import running_call
-from torchhalo.torch_internals.process_groups import fiber_group
+from torchhalo.torch_internals.process_groups import submesh_group
 from torchhalo.torch_internals.tracing import is_traced
 from torchhalo.torch_internals.watching import Collective, watchers
 
@@ -53,7 +53,7 @@ def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
         return tensor
-    group = fiber_group(mesh, axes)[0]
+    group = submesh_group(mesh, axes)[0]
     for watcher in watchers:
         watcher.collective(Collective("all_reduce", tensor, group))
     return funcol.all_reduce(tensor, reduction, group)
@@ -67,7 +67,7 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
         return tensor.unsqueeze(0)
-    group, places = fiber_group(mesh, axes)
+    group, places = submesh_group(mesh, axes)
     for watcher in watchers:
         watcher.collective(Collective("all_gather", tensor, group))
     # torch 2.13 renamed it
@@ -81,7 +81,7 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
         return tensor.squeeze(0)
-    group, places = fiber_group(mesh, axes)
+    group, places = submesh_group(mesh, axes)
     if places != tuple(range(len(places))):
         tensor = torch.stack([tensor[places.index(place)] for place in range(len(places))])
     for watcher in watchers:

@@ -49,12 +49,12 @@ def tag_compiled_code(on: bool) -> None:
 
 # The partitioner of torch.compile cuts one graph into those of forward and backward by what depends on what, and by size.
 # Both differ between shards; so every collective is kept where it was called, or one rank would wait for another forever.
-def send_once(on: bool) -> None:
+def pin_collectives(on: bool) -> None:
     if on == bool(_stock_partitioner):
         return
     from torch._functorch import partitioners  # takes 0.4 s
 
-    for name, ours in (("classify_nodes", _classified), ("_extract_fwd_bwd_modules", _extracted)):
+    for name, ours in (("classify_nodes", _classify_nodes), ("_extract_fwd_bwd_modules", _extract_modules)):
         if on:
             _stock_partitioner[name] = getattr(partitioners, name)
         setattr(partitioners, name, ours if on else _stock_partitioner.pop(name))
@@ -63,7 +63,7 @@ def send_once(on: bool) -> None:
 _stock_partitioner: dict[str, Callable[..., Any]] = {}
 
 
-def _classified(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+def _classify_nodes(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Which nodes are of forward and which of backward.
 
     An empty shard depends on nothing, as the compiler makes a constant of it; so a collective of backward that sends one would
@@ -75,7 +75,7 @@ def _classified(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     return _stock_partitioner["classify_nodes"](joint, *args, **kwargs)
 
 
-def _extracted(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+def _extract_modules(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """The forward and the backward graph, the latter without what is left over in it of the former's collectives.
 
     Stock keeps a copy of each that it could compute there, also where nothing needs it.
@@ -99,19 +99,19 @@ def _is_collective(node: torch.fx.Node) -> bool:
 _decompositions: dict[Op, dict[Any, Callable[..., Any]]] = {}
 
 
-def keep_whole(on: bool) -> None:
+def bypass_decompositions(on: bool) -> None:
     """Let the handled ops reach DTensor whole, also where torch has a Python decomposition above autograd."""
     keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
     for op in list(handled) if on else list(_decompositions):
         found = {key: op.py_kernels[key] for key in keys if key in op.py_kernels} if on else _decompositions.pop(op)
         if on and found:
             _decompositions[op] = found
-        op.py_kernels.update({key: _whole(op, kernel) if on else kernel for key, kernel in found.items()})
+        op.py_kernels.update({key: _bypass(op, kernel) if on else kernel for key, kernel in found.items()})
         if found:
             op._dispatch_cache.clear()
 
 
-def _whole(op: Op, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def _bypass(op: Op, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     handing_over = False
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

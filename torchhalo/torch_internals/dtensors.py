@@ -24,6 +24,11 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
+def meta(tensor: torch.Tensor) -> Meta:
+    """The `Meta` of ``tensor``; of a DTensor, of the whole tensor."""
+    return Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 def local(tensor: DTensor) -> torch.Tensor:
     """This rank's shard, without a step in the autograd graph."""
     return tensor._local_tensor
@@ -111,4 +116,4 @@ def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor, the same on every rank, as a DTensor; one that is a DTensor already as it is."""
     if isinstance(tensor, DTensor):
         return tensor
-    return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    return wrap(tensor, mesh, (Replicate(),) * mesh.ndim, meta(tensor))

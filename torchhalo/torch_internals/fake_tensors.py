@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchhalo.torch_internals import caching
 from torchhalo.torch_internals.calls import Op
-from torchhalo.torch_internals.dtensors import Meta, Signature
+from torchhalo.torch_internals.dtensors import Meta, Signature, meta
 
 _results: dict[object, tuple[Meta | None, ...]] = {}
 
@@ -30,9 +30,9 @@ def plain_result(op: Op, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             with mode:
                 out = op(*fakes, **named)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        if len(_results) >= caching.KEPT:
+        if len(_results) >= caching.CACHE_SIZE:
             _results.clear()
-        _results[key] = tuple(Meta(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in outs)
+        _results[key] = tuple(meta(t) if isinstance(t, torch.Tensor) else t for t in outs)
     return _results[key]
 
 

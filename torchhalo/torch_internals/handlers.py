@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo.torch_internals.calls import Handler, Op, noted
+from torchhalo.torch_internals.calls import Handler, Op, track_call
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +32,7 @@ _entries: dict[Op, Entry] = {}
 installed: dict[Op, Handler | None] = {}
 
 
-_around: dict[Op, list[Callable[[Handler], Handler]]] = {}
+_wrappers: dict[Op, list[Callable[[Handler], Handler]]] = {}
 
 
 def register(*ops: Op, traffic: str, limits: str = "") -> Callable[[F], F]:
@@ -78,7 +78,7 @@ def wrap_handler(*ops: Op) -> Callable[[F], F]:
 
     def keep(wrapper: F) -> F:
         for op in ops:
-            _around.setdefault(op, []).append(wrapper)
+            _wrappers.setdefault(op, []).append(wrapper)
         table.cache_clear()
         return wrapper
 
@@ -89,10 +89,10 @@ def wrap_handler(*ops: Op) -> Callable[[F], F]:
 def table() -> dict[Op, Handler]:
     """The handlers with what is `wrap_handler` them, and those of other ops that something is around."""
     found = {**handled, **_out_handlers()}
-    for op, wrappers in _around.items():
+    for op, wrappers in _wrappers.items():
         for wrapper in wrappers:
             found[op] = wrapper(found.get(op, stock))
-    return {op: noted(handler) for op, handler in found.items()}
+    return {op: track_call(handler) for op, handler in found.items()}
 
 
 def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

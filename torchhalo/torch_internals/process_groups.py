@@ -31,9 +31,9 @@ def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
-def fiber_members(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
+def submesh_members(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
     """The ranks that differ from this one along ``axes`` only, itself among them, in ascending order."""
-    return cached_on_mesh(mesh, _fiber, tuple(axes))[0]
+    return cached_on_mesh(mesh, _submesh, tuple(axes))[0]
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -42,23 +42,23 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+def submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     """The group of the ranks that differ from this one along ``axes`` only, and where in it each of them stands.
 
     The second result lists, for the flattened (row-major) index along ``axes``, the position in the group, which torch keeps
     in the order of global ranks whatever the order of the mesh.
     """
-    return cached_on_mesh(mesh, _fiber_group, axes)
+    return cached_on_mesh(mesh, _submesh_group, axes)
 
 
-def _fiber_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-    members, places = cached_on_mesh(mesh, _fiber, axes)
+def _submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    members, places = cached_on_mesh(mesh, _submesh, axes)
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
 
 
-def fiber_places(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The second result of `fiber_group`, sooner."""
-    return cached_on_mesh(mesh, _fiber, axes)[1]
+def submesh_positions(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The second result of `submesh_group`, sooner."""
+    return cached_on_mesh(mesh, _submesh, axes)[1]
 
 
 def process_rank() -> int:
@@ -67,14 +67,14 @@ def process_rank() -> int:
     return dist.group.WORLD.rank()
 
 
-def _fiber(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _submesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     with _disable_current_modes():
         ranks = mesh.mesh
-        here = (ranks == process_rank()).nonzero()[0].tolist()
-        fiber = ranks[tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))].flatten().tolist()
-    members = sorted(fiber)
+        own = (ranks == process_rank()).nonzero()[0].tolist()
+        submesh = ranks[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))].flatten().tolist()
+    members = sorted(submesh)
     position = {rank: place for place, rank in enumerate(members)}
-    return tuple(members), tuple(position[rank] for rank in fiber)
+    return tuple(members), tuple(position[rank] for rank in submesh)
 
 
 def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:

@@ -71,12 +71,17 @@ def _summands(shard: torch.Tensor, spec: DTensorSpec, target: DTensorSpec) -> to
     changed = [(axis, q) for axis, (p, q) in enumerate(zip(spec.placements, target.placements, strict=True)) if p != q]
     if any(q != Partial() for _, q in changed):
         return redistribute_local_tensor(shard, spec, target)
-    here = coordinate(spec.mesh)
+    own = coordinate(spec.mesh)
 
     def kernel(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
         return torch.zeros_like(shard) if any(coordinate[axis] for axis, _ in changed) else shard.clone()
 
-    return shard if here is None else per_rank(kernel, shard, *here)
+    return shard if own is None else per_rank(kernel, shard, *own)
+
+
+def local_as(tensor: DTensor | None, placements: Sequence[Placement]) -> torch.Tensor | None:
+    """This rank's shard of ``tensor`` after a redistribution to ``placements``; None for None."""
+    return None if tensor is None else redistribute(tensor, placements)._local_tensor
 
 
 def reduce_partial(tensor: DTensor) -> DTensor:

@@ -25,23 +25,23 @@ class SideStream:
     _made = threading.local()  # two threads, such as autograd's, must not record the same event
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._here: torch.cuda.Stream | None = None
+        self._main: torch.cuda.Stream | None = None
         if like.is_cuda and is_plain(like):
-            self._here = torch.cuda.current_stream(like.device)
+            self._main = torch.cuda.current_stream(like.device)
             made = self._made.__dict__.setdefault("by_device", {})
             if like.device not in made:
                 # First in line: the blocks of a long kernel that waits for its turn would keep the short ones out to its end.
                 made[like.device] = torch.cuda.Stream(like.device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
-            self._there, self._start, self._end = made[like.device]
-            self._start.record(self._here)
+            self._side, self._start, self._end = made[like.device]
+            self._start.record(self._main)
 
     def __enter__(self) -> None:
-        if self._here is not None:
-            self._there.wait_event(self._start)
-            torch.cuda.set_stream(self._there)
+        if self._main is not None:
+            self._side.wait_event(self._start)
+            torch.cuda.set_stream(self._side)
 
     def __exit__(self, *exc: object) -> None:
-        if self._here is not None:
-            self._end.record(self._there)
-            torch.cuda.set_stream(self._here)
-            self._here.wait_event(self._end)
+        if self._main is not None:
+            self._end.record(self._side)
+            torch.cuda.set_stream(self._main)
+            self._main.wait_event(self._end)

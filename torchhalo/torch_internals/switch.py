@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo.torch_internals.compilation import keep_whole, send_once, tag_compiled_code
+from torchhalo.torch_internals.compilation import bypass_decompositions, pin_collectives, tag_compiled_code
 from torchhalo.torch_internals.handlers import Handler, Op, installed, table
-from torchhalo.torch_internals.logs import hush_wrong_calls
+from torchhalo.torch_internals.logs import silence_fake_tensor_log
 from torchhalo.torch_internals.redistribution import watch_redistribution
 from torchhalo.torch_internals.sync_batch_norm import swap_sync_batch_norm
 
@@ -70,11 +70,11 @@ def enable() -> _Enabled:
         installed.update({op: handlers.get(op) for op in ours})
         handlers.update(ours)
         tag_compiled_code(True)
-        send_once(True)
+        pin_collectives(True)
         watch_redistribution(True)
-        keep_whole(True)
+        bypass_decompositions(True)
         swap_sync_batch_norm(True)
-        hush_wrong_calls(True)
+        silence_fake_tensor_log(True)
     return _Enabled(was_enabled)
 
 
@@ -87,11 +87,11 @@ def disable() -> None:
     """
     handlers = _stock_handlers()
     tag_compiled_code(False)
-    send_once(False)
+    pin_collectives(False)
     watch_redistribution(False)
-    keep_whole(False)
+    bypass_decompositions(False)
     swap_sync_batch_norm(False)
-    hush_wrong_calls(False)
+    silence_fake_tensor_log(False)
     for op, handler in installed.items():
         if handler is None:
             handlers.pop(op, None)

@@ -61,3 +61,8 @@ def depend_on(tensor: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
     ranks would wait forever.
     """
     return _after(tensor, cause, next(_calls)) if is_traced(tensor) else tensor
+
+
+def depend_if_empty(result: torch.Tensor, cause: torch.Tensor) -> torch.Tensor:
+    """``result``; if it is empty, made to depend on ``cause``: a compiler may drop what only an empty tensor needs."""
+    return result if result.numel() else depend_on(result, cause)
