@@ -20,8 +20,9 @@ from torch import nn
 import torchhalo
 from models.zoo import ZOO, Model
 from torchhalo.tools.check import Report, check
-from torchhalo.tools.explain import explain, readable
+from torchhalo.tools.explain import explain
 from torchhalo.tools.observe import Uncast
+from torchhalo.tools.text import readable
 
 
 class Config(NamedTuple):

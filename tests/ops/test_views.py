@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
-from torchhalo.exchange.relayout import tiles
 from torchhalo.geometry import Span
+from torchhalo.geometry.reshapes import tiles
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 

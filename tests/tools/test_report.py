@@ -19,7 +19,9 @@ from torch import nn
 from torchhalo.exchange.layout import Layout
 from torchhalo.tools import cli, report
 from torchhalo.tools.drawing import Area, Cut, draw
-from torchhalo.tools.explain import Explanation, Layer, Rank, explain, readable
+from torchhalo.tools.explain import explain
+from torchhalo.tools.explanation import Explanation, Layer, Rank
+from torchhalo.tools.text import readable
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&'
 

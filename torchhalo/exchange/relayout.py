@@ -10,9 +10,9 @@ So flatten and unflatten are one plan with the sides exchanged, and a change of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,16 +22,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
-from torchhalo.geometry import Box, Span
+from torchhalo.geometry import Box
+from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
 from torchhalo.torch_internals.tracing import depend_on
-
-
-class Group(NamedTuple):
-    """Dims of two shapes with one product: the shortest runs of dims that a view does not mix with others."""
-
-    source: tuple[int, ...]
-    target: tuple[int, ...]
 
 
 class Cut(NamedTuple):
@@ -85,86 +79,6 @@ class Relayout(NamedTuple):
     def plan(self, coordinate: Sequence[int], places: tuple[int, ...]) -> Plan:
         """What the rank at ``coordinate`` does; ``places`` as from `process_groups.submesh_group` of ``axes``."""
         return _plan(self, tuple(coordinate), places)
-
-
-@lru_cache(maxsize=4096)
-def groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Group, ...]:
-    """The groups of a view between two shapes that hold one number of elements, which is not zero.
-
-    >>> groups((2, 3, 4, 5), (6, 2, 2, 5))
-    (Group(source=(0, 1), target=(0,)), Group(source=(2,), target=(1, 2)), Group(source=(3,), target=(3,)))
-    """
-    found: list[Group] = []
-    i = j = 0
-    while i < len(source) and j < len(target):
-        first, other = i, j
-        product_a, product_b, i, j = source[i], target[j], i + 1, j + 1
-        while product_a != product_b:
-            if product_a < product_b:
-                product_a, i = product_a * source[i], i + 1
-            else:
-                product_b, j = product_b * target[j], j + 1
-        found.append(Group(tuple(range(first, i)), tuple(range(other, j))))
-    rest = Group(tuple(range(i, len(source))), tuple(range(j, len(target))))  # dims of size one
-    last = found.pop() if found else Group((), ())
-    return (*found, Group(last.source + rest.source, last.target + rest.target))
-
-
-@lru_cache(maxsize=4096)
-def factors(shape: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """For each dim of ``shape`` the factors it is cut into, so that those of ``other`` are the same; None if there are none.
-
-    >>> factors((4, 6), (8, 3)), factors((8, 3), (4, 6)), factors((2, 6), (3, 4))
-    (((4,), (2, 3)), ((4, 2), (3,)), None)
-    """
-    marks = sorted({mark for sizes in (shape, other) for mark in accumulate(reversed(sizes), int.__mul__, initial=1)})
-    if any(b % a for a, b in pairwise(marks)):
-        return None
-    ends = [*accumulate(reversed(shape), int.__mul__, initial=1)][::-1]
-    cuts = ([mark for mark in reversed(marks) if low <= mark <= high] for high, low in pairwise(ends))
-    return tuple(tuple(a // b for a, b in pairwise(cut)) for cut in cuts)
-
-
-def tiles(span: Span, sizes: tuple[int, ...]) -> Iterator[tuple[Span, ...]]:
-    """The boxes over ``sizes`` that hold, one after another and each in row-major order, the elements of ``span``.
-
-    >>> list(Box(tile).shape for tile in tiles(Span(10, 21), (4, 6)))
-    [(1, 2), (1, 6), (1, 3)]
-    """
-    if len(sizes) < 2:
-        if span.size:
-            yield (span,) if sizes else ()
-        return
-    inner = prod(sizes[1:])
-    first, last = -(-span.start // inner), span.stop // inner  # the whole rows
-
-    def in_row(row: int, start: int, stop: int) -> Iterator[tuple[Span, ...]]:
-        for rest in tiles(Span(start - row * inner, stop - row * inner), sizes[1:]):
-            yield Span(row, row + 1), *rest
-
-    if first > last:
-        yield from in_row(last, span.start, span.stop)
-        return
-    yield from in_row(first - 1, span.start, first * inner)
-    if first < last:
-        yield Span(first, last), *(Span(0, size) for size in sizes[1:])
-    yield from in_row(last, last * inner, span.stop)
-
-
-def run_of(spans: Sequence[Span], shape: Sequence[int]) -> Span | None:
-    """The span of row-major indices that a box covers, or None if it covers no one span.
-
-    >>> run_of((Span(1, 2), Span(2, 4)), (3, 6)), run_of((Span(0, 2), Span(2, 4)), (3, 6))
-    (Span(start=8, stop=10, step=1), None)
-    """
-    if not all(span.size for span in spans):
-        return Span(0, 0)
-    start, size = 0, 1
-    for span, whole in zip(spans, shape, strict=True):
-        if size > 1 and span.size < whole:
-            return None
-        start, size = start * whole + span.start, size * span.size
-    return Span(start, start + size)
 
 
 @lru_cache(maxsize=4096)
@@ -268,7 +182,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
         return dtensors.wrap(dtensors.local(input).new_empty(0), mesh, placements, result)
     move = Relayout.of(input, result.shape, placements)
     if not move.unmoved and factors(move.source.shape, move.target.shape) is None:
-        shape = _between(move.source.shape, move.target.shape)
+        shape = between(move.source.shape, move.target.shape)
         middle = dtensors.Meta(shape, strides(shape, torch.contiguous_format), result.dtype)
         return relayout(relayout(input, middle, view_placements(input, shape)), result, placements)
 
@@ -286,19 +200,6 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     else:
         out = _moved(shard, move, input, result)
     return dtensors.wrap(out, mesh, placements, result)
-
-
-def _between(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that has common factors with both: that of the target, but flat where there are none.
-
-    >>> _between((2, 6, 7), (3, 4, 7))
-    (12, 7)
-    """
-    shape: tuple[int, ...] = ()
-    for group in groups(source, target):
-        before, after = tuple(source[dim] for dim in group.source), tuple(target[dim] for dim in group.target)
-        shape += (prod(after),) if factors(before, after) is None else after
-    return shape
 
 
 def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
@@ -340,68 +241,3 @@ def with_placements(input: DTensor, placements: Sequence[Placement]) -> DTensor:
     if tuple(placements) == tuple(input.placements):
         return input
     return relayout(input, dtensors.meta(input), placements)
-
-
-# Whole along a dim, for what every rank needs all of, such as the keys of an attention, and its adjoint.
-
-
-def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
-
-    Args:
-        axes: Those that cut ``dim``. If there are none, nothing travels.
-    """
-    shards = tuple(map(dtensors.local, tensors))
-    if not axes:
-        return shards
-    mesh = tensors[0].device_mesh
-    parts = layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
-
-    def pack(*shards: torch.Tensor) -> torch.Tensor:
-        return torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
-
-    def unpack(rows: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
-        each = rows.split([prod(shape) for shape in shapes], 1)
-        return tuple(
-            torch.cat([row.view(shape).narrow(dim, 0, part.size) for row, part in zip(flat, parts, strict=True)], dim)
-            for flat, shape in zip(each, shapes, strict=True)
-        )
-
-    rows = collectives.all_gather(simulation.per_rank(pack, *shards), mesh, axes)
-    return simulation.per_rank(unpack, rows, *shards)
-
-
-def scatter_dim(
-    values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: int, axes: Sequence[int]
-) -> tuple[torch.Tensor, ...]:
-    """The adjoint of `gathered`: each rank gets its part of the sum over ranks of ``values``, by one collective."""
-    if not axes:
-        return tuple(values)
-    mesh, coordinate = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
-    assert coordinate is not None
-    whole = layout(like[0].shape, mesh, like[0].placements)
-    parts = whole.parts(dim)
-
-    def pack(*values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(
-            [
-                torch.cat([padded(v.narrow(dim, part.start, part.size), dim, parts[0].size).reshape(-1) for v in values])
-                for part in parts
-            ]
-        )
-
-    def unpack(row: torch.Tensor, values: Sequence[torch.Tensor], coordinate: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        size = parts[whole.part(dim, coordinate)].size
-        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(v.shape)] for v in values]
-        each = row.split([prod(shape) for shape in shapes])
-        return tuple(flat.view(shape).narrow(dim, 0, size) for flat, shape in zip(each, shapes, strict=True))
-
-    row = collectives.reduce_scatter(simulation.per_rank(pack, *values), mesh, axes)
-    return simulation.per_rank(unpack, row, tuple(values), coordinate)
-
-
-def padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """``tensor`` with as many zeros after it along ``dim`` as make it ``size`` long."""
-    missing = size - tensor.shape[dim]
-    return torch.constant_pad_nd(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torchhalo.exchange.gather_dim import gather_dim, padded, scatter_dim
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import gather_dim, padded, scatter_dim, with_placements
+from torchhalo.exchange.relayout import with_placements
 from torchhalo.geometry import Span
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 from torchhalo.torch_internals.tracing import depend_on

@@ -16,6 +16,7 @@ import torch
 from torchhalo.tools.launch import RankError, on_ranks
 from torchhalo.tools.observe import Case, Gradient, ModelError, observe
 from torchhalo.tools.remedies import remedy
+from torchhalo.tools.text import size_text
 
 # Relative to the largest value, or to 1 if that is larger: sums over the sample are cut differently.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -70,7 +71,7 @@ class Report(NamedTuple):
         return self.exact and self.sharded
 
     def __str__(self) -> str:
-        mesh = "x".join(map(str, self.mesh))
+        mesh = size_text(self.mesh)
         if self.error is not None:
             return f"mesh {mesh}: the model raised\n  {self.error}\n  what to do: {self.remedy}"
         lines = [f"mesh {mesh}: {'exact' if self.exact else 'NOT EXACT'}, {'sharded' if self.sharded else 'GATHERS'}", ""]
@@ -137,7 +138,7 @@ def check(
     except RankError as error:
         return _failed(shape, tolerance, f"in one process already: {_reason(error)}")
     try:
-        progress(f"{math.prod(shape)} ranks, mesh {'x'.join(map(str, shape))}")
+        progress(f"{math.prod(shape)} ranks, mesh {size_text(shape)}")
         seen = on_ranks(observe, math.prod(shape), case, shape)
     except RankError as error:
         return _failed(shape, tolerance, _reason(error))

@@ -15,9 +15,11 @@ import torchhalo
 from torchhalo.parallel.arrays import placements_for
 from torchhalo.tools import demo, report
 from torchhalo.tools.check import TOLERANCE, check
-from torchhalo.tools.explain import DEVICES, Explanation, explain, smallest_mesh
+from torchhalo.tools.explain import DEVICES, explain, smallest_mesh
+from torchhalo.tools.explanation import Explanation
 from torchhalo.tools.launch import RankError
 from torchhalo.tools.observe import named
+from torchhalo.tools.text import size_text
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
 
@@ -198,11 +200,7 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         if arguments.memory is not None and not arguments.json:
             mesh = smallest_mesh(arguments.model, arguments.input, arguments.memory, len(arguments.mesh), **case)
             size = f"{arguments.memory:,} bytes"
-            fits = (
-                f"{size} suffice on a mesh of {'x'.join(map(str, mesh))}"
-                if mesh
-                else f"no mesh of up to 4096 ranks fits {size}"
-            )
+            fits = f"{size} suffice on a mesh of {size_text(mesh)}" if mesh else f"no mesh of up to 4096 ranks fits {size}"
             print(f"smallest mesh           {fits}")
     except KeyboardInterrupt:
         print("torchhalo explain: interrupted", file=sys.stderr)
@@ -223,7 +221,7 @@ def _agreed_mesh(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     """The shape of the mesh that --mesh and --ranks ask for."""
     mesh: tuple[int, ...] = arguments.mesh or (arguments.ranks or 2,)
     if arguments.ranks and arguments.ranks != math.prod(mesh):
-        shape = "x".join(map(str, mesh))
+        shape = size_text(mesh)
         parser.error(f"--mesh {shape} has {math.prod(mesh)} ranks, but --ranks is {arguments.ranks}: give one of them")
     return mesh
 

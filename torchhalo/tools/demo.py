@@ -27,6 +27,7 @@ from torchhalo.parallel.arrays import shard, store
 from torchhalo.parallel.parallelize import parallelize, plain_state_dict, unparallelize
 from torchhalo.tools import picture
 from torchhalo.tools.launch import on_ranks, peak_memory
+from torchhalo.tools.text import size_text
 
 WARM_UP = (16, 16)
 PANEL = 512
@@ -287,7 +288,7 @@ def compare(settings: Settings, path: Path | None = None) -> Comparison:
     """
     height, width = settings.size
     kind = str(settings.dtype).removeprefix("torch.")
-    mesh = "x".join(map(str, settings.mesh))
+    mesh = size_text(settings.mesh)
     print(f"image 1x3x{height}x{width}, {kind}, {settings.steps} steps", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("whole", "sharded", "tiled"):

@@ -13,7 +13,8 @@ import torch
 from torchhalo.exchange.layout import Layout
 from torchhalo.tools import picture
 from torchhalo.tools.drawing import CROWD, Area, Cut, Mark, draw, height, in_proportion, square
-from torchhalo.tools.explain import Explanation, Layer, Rank, readable
+from torchhalo.tools.explanation import Explanation, Layer, Rank
+from torchhalo.tools.text import readable, size_text
 
 PAGE = Path(__file__).with_name("report.html")
 
@@ -47,7 +48,7 @@ def html(found: Explanation) -> str:
     layers = [_layer(found, layer, drawings) for layer in found.busiest.layers]
     data = {"ranks": [_place(rank) for rank in found.ranks], "start": start, "layers": layers, "drawings": drawings}
     parts = {
-        "title": escape(f"{found.model} on a mesh of {'x'.join(map(str, found.mesh))}"),
+        "title": escape(f"{found.model} on a mesh of {size_text(found.mesh)}"),
         "about": escape(_about(found)),
         "totals": "\n".join(
             f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in _totals(found)
@@ -118,9 +119,9 @@ def _composed(found: Explanation) -> tuple[list[Mark], list[tuple[float, float, 
     cut, place = _input_cut(found), found.busiest.place
     tall, field = height(cut, 460), cut.corner(place)
     marks = draw(cut, place, cut.whole, Area(20, 64, 460, tall)) + draw(cut, place, field, Area(500, 64, *square(field, 240)))
-    model, mesh = found.model.rpartition(":")[2], "x".join(map(str, found.mesh))
+    model, mesh = found.model.rpartition(":")[2], size_text(found.mesh)
     texts: list[tuple[float, float, str]] = [
-        (20, 26, f"{model}, {'x'.join(map(str, found.inputs[0]))}, over {mesh} ranks"),
+        (20, 26, f"{model}, {size_text(found.inputs[0])}, over {mesh} ranks"),
         (20, 54, f"input and shard of rank {_place(found.busiest)}"),
         (500, 54, f"its corner, {field.shape[0]} of {cut.whole.shape[0]} rows"),
     ]
@@ -258,17 +259,17 @@ def _layer(found: Explanation, layer: Layer, drawings: list[str]) -> dict[str, o
     rows, pictures = [], []
     for rank in found.ranks:
         mine = next((other for other in rank.layers if other.path == layer.path), Layer(layer.path))
-        owns = _box(output, rank.place) if output else "x".join(map(str, mine.shard)) or "nothing returned"
+        owns = _box(output, rank.place) if output else size_text(mine.shard) or "nothing returned"
         sends = f"{readable(mine.sent)} in {mine.messages} messages" if mine.sent else "nothing"
         rows.append([owns, _halo(mine), sends, readable(mine.kept) or "0"])
         pictures.append([_number(drawings, text) for text in _pair(cut, rank.place)] if cut else [])
     facts = [
         ("Kind", layer.kind or "outside of modules"),
-        ("Output", "x".join(map(str, layer.output)) or "none"),
+        ("Output", size_text(layer.output) or "none"),
         ("Statistics and sums", readable(layer.reduced) or "none"),
         ("Gathered", readable(layer.gathered) or "nothing"),
     ]
-    shown = "x".join(map(str, cut.layout.shape)) if cut else ""
+    shown = size_text(cut.layout.shape) if cut else ""
     what = ("input" if cut.halos else "output") + " " + shown if cut else ""
     return {"name": layer.path or "(model)", "facts": facts, "rows": rows, "pictures": pictures, "what": what}
 
@@ -306,8 +307,8 @@ def _place(rank: Rank) -> str:
 
 def _about(found: Explanation) -> str:
     step = "a training step" if found.train else "a forward"
-    shapes = " and ".join("x".join(map(str, shape)) or "a number" for shape in found.inputs)
-    mesh = "x".join(map(str, found.mesh))
+    shapes = " and ".join(size_text(shape) or "a number" for shape in found.inputs)
+    mesh = size_text(found.mesh)
     return f"{found.model}: {step} on {shapes} {found.dtype}, dims {found.dims} over a mesh of {mesh}"
 
 
@@ -356,7 +357,7 @@ def _row(at: int, layer: Layer) -> str:
     halo = " ".join(f"{dim}:{before}+{after}" for dim, (before, after) in sorted(layer.halo.items()))
     name = escape(layer.path or "(model)")
     kind = f"<small>{escape(layer.kind)}</small>" if layer.kind else ""
-    texts = [halo, "x".join(map(str, layer.shard)), "x".join(map(str, layer.output))]
+    texts = [halo, size_text(layer.shard), size_text(layer.output)]
     numbers = [
         readable(layer.kept),
         readable(layer.sent),
