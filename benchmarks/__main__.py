@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.common import Record
 
-NAMES = ("conv_local", "overhead", "unet", "scale")
+NAMES = ("conv_local", "overhead", "unet", "scale", "models")
 RESULTS = Path(__file__).parent / "results"
 
 

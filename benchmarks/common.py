@@ -223,12 +223,12 @@ def timed(calls: Mapping[str, Call], device: str, repeats: int = 5, seconds: flo
 
     def kernels(name: str) -> float:
         graph = graphs[name]
-        return _profiled(calls[name]) if graph is None else _device_milliseconds(graph, seconds)
+        return _profiled(calls[name]) if graph is None else device_milliseconds(graph, seconds)
 
     measures = {
-        "wall": lambda name: _device_milliseconds(calls[name], seconds),
+        "wall": lambda name: device_milliseconds(calls[name], seconds),
         "device": kernels,
-        "host": lambda name: _host_milliseconds(calls[name]),
+        "host": lambda name: host_milliseconds(calls[name]),
     }
     found: dict[str, dict[str, float]] = {name: {} for name in calls}
     # One kind after the other: a GPU that was kept busy runs at a lower clock than one that rested.
@@ -282,7 +282,9 @@ def captured(call: Call) -> Call | None:
     return graph.replay
 
 
-def _device_milliseconds(call: Call, seconds: float) -> float:
+def device_milliseconds(call: Call, seconds: float) -> float:
+    """Of one call, with many in a row that take about ``seconds``."""
+
     def several(count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -296,8 +298,8 @@ def _device_milliseconds(call: Call, seconds: float) -> float:
     return several(max(3, min(300, int(seconds * 1e3 / max(1e-3, once)))))
 
 
-def _host_milliseconds(call: Call, count: int = 20) -> float:
-    """Few enough calls that the device's queue never fills, which would make the host wait."""
+def host_milliseconds(call: Call, count: int = 20) -> float:
+    """Until a call returns. Few enough calls that the device's queue never fills, which would make the host wait."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):

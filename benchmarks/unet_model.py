@@ -24,6 +24,7 @@ class Shape(NamedTuple):
         width: Channels of the first level; each further one has twice as many.
         depth: How often the image is halved.
         norm: "batch" or "group".
+        channels: Of the image.
     """
 
     dims: int
@@ -31,10 +32,11 @@ class Shape(NamedTuple):
     width: int
     depth: int
     norm: str = "batch"
+    channels: int = 1
 
     @property
     def input(self) -> tuple[int, ...]:
-        return (1, 1, *[self.size] * self.dims)
+        return (1, self.channels, *[self.size] * self.dims)
 
     @property
     def widths(self) -> list[int]:
@@ -52,7 +54,9 @@ class UNet(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         widths, dims = shape.widths, shape.dims
-        self.down = nn.ModuleList(_block(shape, below, width) for below, width in zip([1, *widths], widths, strict=False))
+        self.down = nn.ModuleList(
+            _block(shape, below, width) for below, width in zip([shape.channels, *widths], widths, strict=False)
+        )
         self.pool = POOL[dims](2)
         pairs = list(zip(widths[1:], widths, strict=False))[::-1]
         self.up = nn.ModuleList(UP[dims](deep, width, 2, stride=2) for deep, width in pairs)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.__main__ import NAMES, main
+from benchmarks.model_cases import CASES
 from benchmarks.unet_model import Layer, Shape, UNet, layers, least_elements
 
 
@@ -70,6 +71,25 @@ def test_unet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["way"] for row in rows] == ["one process", "2 ranks"]
     assert all(row["ms"] > 0 for row in rows)
     assert rows[1]["sent"] == rows[1]["bound"] > rows[0]["sent"] == 0
+
+
+def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a rank alone are those of the plain model on its shard; a model that fails is a row with its error."""
+
+    def absent() -> torch.nn.Module:
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    monkeypatch.setitem(CASES, "resnet", CASES["resnet"]._replace(make=lambda **options: absent()))
+    failed, unet = run(tmp_path, capsys, "models", "--models", "resnet", "unet_small")[0]
+    assert failed["error"] == "ModuleNotFoundError: No module named 'absent'"
+    assert "error" not in unet and unet["differs"] < 1e-12 and unet["way"] == "eager"
+    assert all(unet[f"{side} {part}"] > 0 for side in ("plain", "sharded") for part in ("wall", "memory"))
+
+
+def test_profile_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--quick", "--profile", "unet_small", "--output", str(tmp_path / "rows.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "== plain ==" in shown and "== sharded ==" in shown and shown.count("Ordered by: internal time") == 2
 
 
 def test_the_least_that_windows_send() -> None:
