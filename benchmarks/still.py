@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchhalo
-from torchhalo.exchange import debug
+from torchhalo.parallel import parallelize
 
 NAME = "still"
 
@@ -45,9 +43,6 @@ class Still(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return NAME
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=1)))
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -114,7 +109,7 @@ def still_line(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
         dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, rank=1, world_size=ranks, store=dist.HashStore())
     try:
-        with mock.patch.object(debug.Desk, "meet"):  # nobody else comes
+        with mock.patch.object(parallelize, "agree"):  # nobody else comes
             yield init_device_mesh(device, (ranks,))
     finally:
         torchhalo.disable()
