@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from harness import DEVICE, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchhalo
@@ -117,22 +117,93 @@ def test_nothing_is_sent(x: DTensor) -> None:
     assert sent == []
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda p, x: p.add_(x),
-        lambda p, x: p.copy_(x),
-        lambda p, x: p.__iadd__(x),
-        lambda p, x: p.__setitem__(0, x[0]),
-        lambda p, x: torch.add(x, x, out=p),
-        lambda p, x: torch.add(x, p, out=p),
-    ],
-)
-def test_a_plain_tensor_cannot_hold_a_shard(x: DTensor, write: Callable[..., object]) -> None:
-    plain = torch.ones(SIZES)
-    with torchhalo.plain_as_replicated(), pytest.raises(RuntimeError, match="cannot hold a shard"):
-        write(plain, x)
-    assert torch.equal(whole(plain), torch.ones(SIZES))
+def each_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy for each of two simulated ranks, or both would write to one."""
+    return LocalTensor({rank: tensor.clone() for rank in range(2)})
+
+
+WRITES: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
+    lambda p, x: p.add_(x),
+    lambda p, x: p.copy_(x),
+    lambda p, x: p.__iadd__(x),
+    lambda p, x: p.__setitem__(0, x[0]),
+    lambda p, x: p[..., 1:].__setitem__(0, x[0, ..., 1:]),
+    lambda p, x: torch.add(x.detach(), x.detach(), out=p),
+    lambda p, x: torch.add(x.detach(), p, out=p),
+    lambda p, x: p.scatter_(1, x.long().clamp(0, 2), 5.0),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_a_plain_tensor_is_whole(write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """One process's values on every rank, and its gradient of what was written; a gather that strict() forbids."""
+    values = torch.randn(SIZES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(SIZES, dtype=torch.float64)
+    expected, x = ones.clone(), values.clone().requires_grad_()
+    write(expected, x)
+    with simulated(2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded, plain = shard(values, mesh, [Shard(3)]).requires_grad_(), each_rank(ones)
+        with torchhalo.strict(), torchhalo.plain_as_replicated(), pytest.raises(torchhalo.GatherError, match=r"dim (2|3)"):
+            write(plain, sharded)
+        assert torch.equal(whole(plain), ones)
+        with torchhalo.plain_as_replicated(), pytest.warns(torchhalo.GatherWarning):
+            write(plain, sharded)
+        assert not isinstance(plain, DTensor)
+        torch.testing.assert_close(whole(plain), expected.detach(), rtol=0, atol=0)
+        if expected.requires_grad:
+            with maybe_disable_local_tensor_mode():
+                expected.square().sum().backward()
+            plain.square().sum().backward()
+            torch.testing.assert_close(whole(sharded.grad), x.grad, rtol=0, atol=1e-12)
+
+
+def test_a_sum_that_is_added_to_a_plain_number_is_no_gather(x: DTensor) -> None:
+    """As metrics do with their state: one all-reduce of the number."""
+    state = each_rank(torch.zeros(()))
+    with torchhalo.plain_as_replicated(), torchhalo.strict(), wire() as sent:
+        state += x.sum()
+    assert whole(state) == math.prod(SIZES) and [each.name for each in sent] == ["all_reduce"]
+
+
+def test_parallelize_permits_mixing_on_its_mesh(x: DTensor) -> None:
+    """Plain labels and the learned weight of a loss beside a sharded prediction; other meshes raise, and so do shards."""
+    mesh, other = x.device_mesh, DeviceMesh("cpu", [1, 0])
+    elsewhere = shard(torch.ones(SIZES), other, [Shard(3)])
+    labels, weight = torch.arange(6.0), torch.tensor(2.0, requires_grad=True)
+    for inputs, mixes in (("shard", False), ("whole", True)):
+        model = torchhalo.parallelize(torch.nn.Conv2d(3, 3, 1), mesh, inputs=inputs)
+        if mixes:
+            x.requires_grad_()
+            loss = (F.mse_loss(x, labels.expand(SIZES)) * weight).square() + model(x).mean() * 0
+            assert isinstance(loss, DTensor)
+            loss.backward()
+            mse = (torch.ones(SIZES) - labels).square().mean()
+            assert not isinstance(weight.grad, DTensor)
+            torch.testing.assert_close(whole(weight.grad), 4 * mse.square())
+            torch.testing.assert_close(whole(x.grad), 16 * mse * (1 - labels).expand(SIZES) / math.prod(SIZES))
+        else:
+            with pytest.raises(RuntimeError, match="got mixed"):
+                x * labels
+        with pytest.raises(RuntimeError, match="got mixed"):
+            elsewhere * labels
+    torchhalo.disable()
+    with pytest.raises(RuntimeError, match="got mixed"):
+        x * labels
+    torchhalo.enable()
+
+
+class Named(torch.Tensor):
+    """A subclass that only adds attributes, as the images of data loaders are."""
+
+
+def test_subclasses_that_hold_nothing_else_mix_too(x: DTensor) -> None:
+    with maybe_disable_local_tensor_mode():
+        labels = torch.arange(6.0).as_subclass(Named)
+    with torchhalo.plain_as_replicated():
+        for result in (labels * x, x * labels):
+            assert type(result._local_tensor._local_tensors[0]) is torch.Tensor
+            torch.testing.assert_close(whole(result), torch.arange(6.0).expand(SIZES))
 
 
 def test_plain_code_is_left_alone(x: DTensor) -> None:

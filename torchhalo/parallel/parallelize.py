@@ -21,7 +21,7 @@ from torchhalo.exchange.debug import agree
 from torchhalo.exchange.layout import layout
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
-from torchhalo.parallel.plain import plain_as_replicated
+from torchhalo.parallel.plain import permit, plain_as_replicated
 from torchhalo.torch_internals import collectives, process_groups, switch
 
 Inputs = Literal["whole", "shard"]
@@ -181,6 +181,8 @@ class _Edges:
         replace_tensors(model, lambda tensor: (_same if id(tensor) in kept else _replicated)(tensor, self.mesh))
         self.reducer.watch(model)
         model.__dict__["_torchhalo"] = self
+        if self.inputs == "whole":  # else the plain tensors around may be shards as well
+            permit(self.mesh)
         model.register_forward_pre_hook(self.enter, with_kwargs=True)
         model.register_load_state_dict_pre_hook(self.load)
         for module in model.modules():

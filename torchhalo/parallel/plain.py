@@ -12,7 +12,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from torchhalo.exchange import debug
-from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation, tracing
+from torchhalo.torch_internals import (
+    collectives,
+    dtensors,
+    overrides,
+    process_groups,
+    redistribution,
+    simulation,
+    switch,
+    tracing,
+    watching,
+)
 
 
 class plain_as_replicated(TorchFunctionMode):
@@ -20,9 +30,12 @@ class plain_as_replicated(TorchFunctionMode):
 
     Every rank must hold the same values; with ``TORCHHALO_DEBUG=1`` in the environment that is compared, at the cost of a
     collective per tensor, and a difference raises. A plain tensor that requires a gradient gets a plain one, the whole of it on
-    every rank. A plain tensor cannot hold a shard, so writing a DTensor into one raises; but a complex tensor that is made
-    here, such as ``torch.zeros(shape, dtype=torch.cfloat)``, is a DTensor, sharded as the last complex one with as many dims:
-    models write the modes that they keep into such ones. Contexts nest; outside, mixing raises as ever.
+    every rank. A DTensor that is written to a plain tensor is made whole for that: a gather, if it is sharded. But a complex
+    tensor that is made here, such as ``torch.zeros(shape, dtype=torch.cfloat)``, is a DTensor, sharded as the last complex one
+    with as many dims: models write the modes that they keep into such ones. Contexts nest.
+
+    After `parallelize` the same holds everywhere in eager code, but for the complex tensors, on the mesh of the model: a loss
+    may be called with sharded predictions and plain labels. Elsewhere mixing raises.
 
     Args:
         gradients: "shares" for a model whose parameters DDP or FSDP keeps as plain tensors: each rank gets a share of the
@@ -55,19 +68,17 @@ class plain_as_replicated(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return self._call(func, args, kwargs or {})
+        with overrides.not_overridden():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
         if mesh is None:
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
-            raise RuntimeError(
-                f"{_name(func)}: a plain tensor (shape={tuple(written.shape)}) cannot hold a shard of a DTensor: make it a "
-                "DTensor with torch.distributed.tensor.distribute_tensor(tensor, mesh), or use the form of the op that is "
-                "not in place"
-            )
-        replicate = _Replicate(_name(func), mesh, self._shares)
-        out = func(*replicate(args), **replicate(kwargs))
+        args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
+        out = func(*args, **kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
             if known is None or known.placements != out.placements or known.device_mesh != out.device_mesh:
@@ -82,6 +93,63 @@ class plain_as_replicated(TorchFunctionMode):
         if like is None or not kwargs.keys() <= {"dtype", "device"} or torch.device(device or "cpu").type != like.device.type:
             return func(*args, **kwargs)
         return _BLANKS[func](like, sizes, dtype=dtype)
+
+
+def permit(mesh: DeviceMesh) -> None:
+    """From now on plain tensors mix with DTensors on ``mesh`` everywhere in eager code, as inside `plain_as_replicated`.
+
+    A training loop calls its loss outside of the model, with plain labels from a data loader. Code that torch.compile traces
+    is allowed the same, as far as plain tensors that require no gradient go.
+    """
+    if not _permitted:
+        dtensors.replicate_implicitly(True)
+        overrides.override_functions(_mixed)
+    _permitted.add(mesh)
+
+
+def _forbid() -> None:
+    if _permitted:
+        _permitted.clear()
+        dtensors.replicate_implicitly(False)
+        overrides.override_functions(None)
+
+
+_permitted: set[DeviceMesh] = set()
+switch.when_disabled.append(_forbid)
+
+
+def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` with DTensors and, if their mesh permits that, plain tensors."""
+    if func in _AS_THEY_ARE or not _any_plain((args, kwargs)):
+        return func(*args, **kwargs)
+    mesh = _mesh((args, kwargs))
+    if mesh is not None and mesh in _permitted:
+        args, kwargs = _alike(func, args, kwargs, mesh, shares=False)
+        return func(*args, **kwargs)
+    before = dtensors.replicate_implicitly(False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        dtensors.replicate_implicitly(before)
+
+
+def _alike(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, shares: bool
+) -> tuple[Any, Any]:
+    """The arguments with plain tensors as replicated DTensors; or, where ``func`` writes to a plain one, all of them whole."""
+    written = _written(func, args, kwargs)
+    if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
+        return _each(lambda tensor: _whole(tensor, _name(func)), (args, kwargs))
+    return _each(_Replicate(_name(func), mesh, shares), (args, kwargs))
+
+
+def _whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """All of ``tensor`` on every rank, for a plain tensor that it is written to."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, placements = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
+    watching.announce(watching.Redistribution(name, tensor.shape, tensor.dtype, mesh, tensor.placements, placements))
+    return tensor.full_tensor()
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -129,22 +197,37 @@ _BLANKS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+def _each(change: Callable[[torch.Tensor], torch.Tensor], argument: Any) -> Any:
+    """``argument`` with ``change`` of every tensor in it, in lists, tuples and dicts too."""
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    if isinstance(argument, dict):
+        return {key: _each(change, value) for key, value in argument.items()}
+    if type(argument) in (list, tuple):
+        return type(argument)([_each(change, value) for value in argument])
+    return argument
+
+
+def _any_plain(argument: Any) -> bool:
+    if isinstance(argument, torch.Tensor):
+        return not isinstance(argument, DTensor)
+    if isinstance(argument, dict):
+        argument = argument.values()
+    elif not isinstance(argument, (list, tuple)):
+        return False
+    return any(map(_any_plain, argument))
+
+
 class _Replicate:
-    """Makes plain tensors replicated DTensors on a mesh, in lists, tuples and dicts too, with a step in the autograd graph."""
+    """Makes plain tensors replicated DTensors on a mesh, with a step in the autograd graph."""
 
     def __init__(self, name: str, mesh: DeviceMesh, shares: bool):
         self._name, self._mesh, self._shares = name, mesh, shares
 
-    def __call__(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return argument if isinstance(argument, DTensor) else self._replicated(argument)
-        if isinstance(argument, dict):
-            return {key: self(value) for key, value in argument.items()}
-        if type(argument) in (list, tuple):
-            return type(argument)([self(value) for value in argument])
-        return argument
-
-    def _replicated(self, tensor: torch.Tensor) -> DTensor:
+    def __call__(self, tensor: torch.Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        tensor = overrides.undressed(tensor)
         if debug.ON and not torch.compiler.is_compiling():
             assert_same(self._name, tensor.detach(), self._mesh)
         # torch.compile cannot look into the first way; the second, with a sum for each parameter, has the same mean.

@@ -1,0 +1,50 @@
+"""What torch calls first for every function of a DTensor in eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _guards
+from torch.distributed.tensor import DTensor
+
+Override = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: A context in which functions of DTensors are not overridden.
+not_overridden = torch._C.DisableTorchFunctionSubclass
+
+_none = torch._C._disabled_torch_function_impl
+
+
+class _Override:
+    """The attribute ``__torch_function__`` of DTensor.
+
+    While torch.compile traces, DTensor has no override, as in stock torch: Dynamo has rules of its own for DTensor, and they
+    do not apply to a class with an override.
+    """
+
+    def __init__(self, function: Override):
+        def call(func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            with not_overridden():
+                return function(func, args, kwargs or {})
+
+        self._call = call
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self._call if getattr(_guards._TLS, "compile_context", None) is None else _none
+
+
+def override_functions(function: Override | None) -> None:
+    """Have ``function(func, args, kwargs)`` called for every torch function of a DTensor, or nothing.
+
+    It may call ``func``, which then is not overridden again.
+    """
+    setattr(DTensor, "__torch_function__", _none if function is None else _Override(function))  # noqa: B010
+
+
+def undressed(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without a subclass that only adds Python attributes, such as MONAI's MetaTensor."""
+    if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return tensor
+    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.as_subclass(torch.Tensor)
