@@ -12,7 +12,6 @@ _REMEDIES = {
         "is small, or on the shard if it is pointwise (torch.distributed.tensor.experimental.local_map)"
     ),
     "in-place operations that require placement changes": "use the form of this op that is not in place (inplace=False)",
-    "cannot hold a shard of a DTensor": "make the tensor that is written to from the sharded one, as in torch.empty_like(x)",
     "got mixed torch.Tensor and DTensor": (
         "this op meets a plain tensor outside of the model's forward: make it in the forward, or from a tensor of the model"
     ),
