@@ -222,9 +222,11 @@ def test_in_a_browser(browser: Browser, found: Explanation) -> None:
     browser.click('.chart g[data-layer="0"]')
     assert browser.value(name) == "0"
 
-    for width, height in ((360, 740), (1280, 900)):
+    for width, height in ((360, 740), (1600, 1000), (1280, 900)):
         browser.screen(width, height)
         assert browser.value("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
+        wide = "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length"
+        assert browser.value(wide) == 0, "no table is cut off at its right"
     pages = set()
     for scheme in ("light", "dark"):
         browser.scheme(scheme)

@@ -32,7 +32,7 @@ COLOURS = {
 
 LEGEND = {"own": "owned", "halo": "needed too", "sent": "sent", "others": "needed by others"}
 
-COLUMNS = "Layer", "Kept", "Sent", "Messages", "GFLOP", "Gathered", "Halo", "Shard", "Output"
+COLUMNS = "Layer", "Kept", "Sent", "GFLOP", "Halo", "Output"
 
 
 def html(found: Explanation) -> str:
@@ -356,18 +356,23 @@ def _chart(layers: Sequence[Layer]) -> str:
 def _row(at: int, layer: Layer) -> str:
     halo = " ".join(f"{dim}:{before}+{after}" for dim, (before, after) in sorted(layer.halo.items()))
     name = escape(layer.path or "(model)")
-    kind = f"<small>{escape(layer.kind)}</small>" if layer.kind else ""
-    texts = [halo, size_text(layer.shard), size_text(layer.output)]
-    numbers = [
-        readable(layer.kept),
-        readable(layer.sent),
-        str(layer.messages or ""),
-        f"{layer.flops / 1e9:.3g}" if layer.flops else "",
-        readable(layer.gathered),
-    ]
-    cells = "".join(f'<td class="number">{text}</td>' for text in numbers) + "".join(f"<td>{text}</td>" for text in texts)
+    kind = _small(escape(layer.kind))
+    sent = readable(layer.sent) + _small(f"{layer.messages} messages" if layer.messages else "")
+    gathered = _small(f"gathers {readable(layer.gathered)}" if layer.gathered else "")
+    flops = f"{layer.flops / 1e9:.3g}" if layer.flops else ""
+    output = size_text(layer.output) + _small(f"shard {size_text(layer.shard)}" if layer.shard else "")
+    numbers, texts = [readable(layer.kept), sent + gathered, flops], [halo, output]
+    kinds = [' class="number"'] * len(numbers) + [""] * len(texts)
+    cells = "".join(
+        f'<td{kind} data-label="{name}">{text}</td>'
+        for kind, name, text in zip(kinds, COLUMNS[1:], numbers + texts, strict=True)
+    )
     button = f'<button type="button" data-layer="{at}" tabindex="-1">{name}</button>'
     return f'<tr data-layer="{at}"><th scope="row">{button}{kind}</th>{cells}</tr>'
+
+
+def _small(text: str) -> str:
+    return f"<small>{text}</small>" if text else ""
 
 
 def _button(found: Explanation, at: int) -> str:
@@ -382,7 +387,7 @@ def _button(found: Explanation, at: int) -> str:
 def _sampled(found: Explanation) -> str:
     some = len(found.ranks) < math.prod(found.mesh)
     return (
-        "Of the ranks between the ends of an axis one is shown: the others are like it, but for rounding of shards."
+        "Of the ranks between the ends of an axis one is shown. The others do the same, up to the rounding of shard sizes."
         if some
         else ""
     )

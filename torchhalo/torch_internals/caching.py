@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 #: How many things are kept, of each kind, to be found again; then all are let go.
 CACHE_SIZE = 4096
@@ -49,6 +48,7 @@ def _count_miss() -> None:
 def clear_stock_caches() -> None:
     """Empty the caches of DTensor and of fake tensors, which never let go of a shape that they have met."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler: half a second
 
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
