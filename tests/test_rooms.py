@@ -88,6 +88,11 @@ def test_private_api_is_touched_in_one_room() -> None:
     assert not found, found
 
 
+def test_files_are_short() -> None:
+    lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert not {str(path): lines for path, lines in lengths.items() if lines > 400}
+
+
 def test_triton_is_imported_in_its_own_folder() -> None:
     found = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "triton.language" in imported(path.read_text())}
     assert found and {path.parent for path in found} == {Path("kernels/triton")}

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
-from torchhalo.ops import reduction
+from torchhalo.ops.statistics import products
 
 Op = Callable[..., torch.Tensor]
 
@@ -123,7 +123,7 @@ def test_sums_of_products_in_any_memory(shape: tuple[int, ...]) -> None:
         for dims, rows in ((spatial, shape[0]), ([0, *spatial], 1)):
             centers = random(rows, shape[1], *[1] * len(spatial), seed=2)
             for center in (None, centers, Memory(repeated=(0, 1))(centers)):
-                found = reduction.products(x, y, center, dims)
+                found = products(x, y, center, dims)
                 a, b = (t.clone(memory_format=torch.contiguous_format) for t in (x, y))
                 b = b if center is None else b - center
                 expected = torch.stack([a.sum(dims, keepdim=True), (a * b).sum(dims, keepdim=True)])

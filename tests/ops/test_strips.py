@@ -18,31 +18,31 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torchhalo.exchange import parts, windowed
 from torchhalo.geometry import Box
-from torchhalo.ops import convolution
+from torchhalo.ops.convolution_work import Local, Work
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
     seen: Counter[object] = Counter()
-    stock = convolution._Local.work
+    stock = Local.work
 
-    def work(self: convolution._Local, *args: object) -> convolution._Work:
+    def work(self: Local, *args: object) -> Work:
         found = stock(self, *args)  # type: ignore[arg-type]
         strips = sum(map(len, found.strips))
         cropped = found.bulk is not None and not found.bulk.recipe.untouched
         seen[len(self.exchange.dims), self.sparse, strips, cropped, len(found.strips) < strips] += 1
         return found
 
-    monkeypatch.setattr(convolution._Local, "work", work)
+    monkeypatch.setattr(Local, "work", work)
     multiplied: Counter[object] = Counter()
-    by_tap = convolution._Local.products
+    by_tap = Local.products
 
-    def products(self: convolution._Local, *args: object) -> object:
+    def products(self: Local, *args: object) -> object:
         found = by_tap(self, *args)  # type: ignore[arg-type]
         multiplied[len(self.exchange.dims), self.sparse, bool(found)] += 1
         return found
 
-    monkeypatch.setattr(convolution._Local, "products", products)
+    monkeypatch.setattr(Local, "products", products)
 
     @settings(max_examples=180 if on else 15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(data=st.data())

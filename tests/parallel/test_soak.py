@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import torchhalo
-from torchhalo.ops import indexing
+from torchhalo.ops import slicing
 from torchhalo.torch_internals import caching, fake_tensors
 
 RANKS, STEPS, HUGE_EVERY = 3, 500, 50
@@ -94,7 +94,7 @@ class HeapInfo(ctypes.Structure):
 
 def tables(mesh: DeviceMesh) -> dict[str, dict[Any, Any]]:
     """What torchhalo keeps besides `caches`, but for what there is one of per op, process group or mesh."""
-    return {"results": fake_tensors._results, "selected": indexing._cut_before, "prepared": mesh.__dict__["_torchhalo"]}
+    return {"results": fake_tensors._results, "selected": slicing._cut_before, "prepared": mesh.__dict__["_torchhalo"]}
 
 
 def memory() -> tuple[int, int]:

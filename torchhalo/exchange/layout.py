@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.geometry import Box, Span, chunks
@@ -63,3 +63,13 @@ def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
                 "redistribute the tensor to one of these first"
             )
     return Layout(tuple(map(int, shape)), tuple(mesh.shape), tuple(cuts))
+
+
+def has_layout(tensor: DTensor) -> bool:
+    """Whether all placements are such that a rank's shard is a box."""
+    return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in tensor.placements)
+
+
+def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:
+    """Whether different ranks hold different parts of ``dim``."""
+    return any(isinstance(p, Shard) and p.dim == dim and mesh.size(axis) > 1 for axis, p in enumerate(placements))

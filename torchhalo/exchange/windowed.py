@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.assembly import empty, recipe, resized
 from torchhalo.exchange.layout import layout
-from torchhalo.exchange.memory import laid_out, memory_format, memory_order
+from torchhalo.exchange.memory import laid_out, memory_format, memory_order, strides
 from torchhalo.exchange.parts import Pads, bulk_and_strips
 from torchhalo.exchange.plan import Exchange, Plan, exchange_between, index
 from torchhalo.exchange.source import Source, run
@@ -98,6 +98,17 @@ def forward(
     return tuple(
         dtensors.wrap(laid_out(shard, result), mesh, placements, result) for shard, result in zip(outs, results, strict=True)
     )
+
+
+def keep(region: torch.Tensor, task: Task) -> torch.Tensor:
+    """The kernel of an op that moves elements and does not change them."""
+    return region
+
+
+def fetch(input: DTensor, relations: Mapping[int, Relation], shape: Sequence[int], region: Region) -> torch.Tensor:
+    """What each rank's part of a result of ``shape`` reads of ``input``, as it is."""
+    meta = dtensors.Meta(tuple(shape), strides(tuple(shape), torch.contiguous_format), input.dtype)
+    return dtensors.local(forward(keep, input, relations, [meta], region=region)[0])
 
 
 def adjoint(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo.ops.indexing import is_cut, local_view
-from torchhalo.ops.inplace import Copied, known
+from torchhalo.exchange.layout import has_layout, is_cut
+from torchhalo.ops.inplace import Copied
 from torchhalo.ops.pointwise import pointwise
+from torchhalo.ops.slicing import local_view
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, stale_views
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 def view_as(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.view_as_real`` and ``aten.view_as_complex``: a view of each shard."""
     (input,) = args
-    if not known(input):
+    if not has_layout(input):
         return handlers.stock(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, input)
     if op is aten.view_as_complex.default and is_cut(input.device_mesh, input.placements, input.ndim - 1):
@@ -53,7 +54,7 @@ def opposite(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Collectives do not read them so, hence each shard is computed at once.
     """
     (input,) = args
-    if not known(input):
+    if not has_layout(input):
         return handlers.stock(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, input)
     shard = op(dtensors.local(input)).clone()

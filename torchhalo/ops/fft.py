@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange import gathers
-from torchhalo.exchange.layout import Layout, layout
+from torchhalo.exchange.layout import Layout, is_cut, layout
 from torchhalo.exchange.relayout import relayout, with_placements
-from torchhalo.ops.indexing import is_cut
 from torchhalo.torch_internals import caching, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 
 aten = torch.ops.aten

@@ -20,26 +20,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchhalo.exchange.assembly import assemble, recipe
-from torchhalo.exchange.broadcasting import aligned
-from torchhalo.exchange.layout import layout
+from torchhalo.exchange.layout import has_layout, layout
 from torchhalo.exchange.plan import exchange_between
 from torchhalo.exchange.relayout import relayout
 from torchhalo.exchange.transfer import group_places, received, start
 from torchhalo.geometry import Span, Window
-from torchhalo.torch_internals import (
-    dtensors,
-    fake_tensors,
-    handlers,
-    process_groups,
-    redistribution,
-    simulation,
-    stale_views,
-    tracing,
-)
+from torchhalo.torch_internals import dtensors, handlers, process_groups, redistribution, simulation, stale_views, tracing
 from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
@@ -49,11 +38,6 @@ STALE = (
     "this tensor is a slice, selection or view along a sharded dim, and so a copy; the tensor that it was taken from was "
     "written to in place since: take it again after the write"
 )
-
-
-def known(tensor: DTensor) -> bool:
-    """Whether all placements are such that a rank's shard is a box."""
-    return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in tensor.placements)
 
 
 @dataclass
@@ -143,7 +127,7 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
 
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         targets = handlers.mutated_arguments(op, args, kwargs)
-        if op not in _overwriting and any(map(_partial, (p for target in targets for p in target.placements))):
+        if op not in _overwriting and any(map(redistribution.is_partial, targets)):
             variant = handlers.functional_variant(op)
             if variant is not None:
                 _write_summands(op, targets, variant(*args, **kwargs))
@@ -157,7 +141,7 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
         out = handler(op, args, kwargs)
         for tensor in targets:
             if stale_views.get_origin(tensor) is not None:
-                _write_back(tensor, _everywhere(op, args))
+                _write_back(tensor, known_everywhere(op, args))
             _mark_views_stale(tensor)
         return out
 
@@ -189,9 +173,9 @@ def _beside(arg: Any, target: DTensor) -> Any:
     if (
         not isinstance(arg, DTensor)
         or arg.ndim > target.ndim
-        or not known(arg)
-        or not known(target)
-        or any(map(_partial, target.placements))
+        or not has_layout(arg)
+        or not has_layout(target)
+        or redistribution.is_partial(target)
     ):
         return arg
     more, placements = target.ndim - arg.ndim, list(target.placements)
@@ -200,10 +184,6 @@ def _beside(arg: Any, target: DTensor) -> Any:
             alone = p.dim < more or (arg.shape[p.dim - more] == 1 and target.shape[p.dim] > 1)
             placements[axis] = Replicate() if alone else Shard(p.dim - more)
     return redistribution.redistribute(arg, placements)
-
-
-def _partial(placement: Placement) -> bool:
-    return placement.is_partial()
 
 
 def _lineage(tensor: DTensor) -> list[DTensor]:
@@ -232,7 +212,7 @@ def _disjoint(a: range, b: range) -> bool:
     return a.step * b.step > 1 and not set(a).intersection(b)
 
 
-def _everywhere(op: handlers.Op, args: Sequence[Any]) -> DTensor | None:
+def known_everywhere(op: handlers.Op, args: Sequence[Any]) -> DTensor | None:
     """What every rank knows to be in a piece after ``op``, or None if it must be told."""
     if op not in _overwriting:
         return None
@@ -289,205 +269,3 @@ def write(cut: Cut, value: DTensor) -> None:
         return into
 
     simulation.per_rank(kernel, dtensors.local(base), dtensors.local(value), halo, process_groups.coordinate(mesh))
-
-
-@handlers.register(
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    traffic="nothing",
-    limits=LATER,
-)
-def fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Handler of ``aten.fill_`` and ``aten.zero_``."""
-    input, *value = args
-    plain = isinstance(args[-1], torch.Tensor) and not isinstance(args[-1], DTensor)
-    fake_tensors.plain_result(op, input, *(dtensors.replicated(v, input.device_mesh) if plain else v for v in value))
-    value = [dtensors.local(_whole(v)) if isinstance(v, DTensor) else v for v in value]
-    if any(map(_partial, input.placements)):  # the summands must add up to the value
-        filled = _everywhere(op, (input, *value))
-        assert filled is not None
-        aten.copy_(dtensors.local(input), dtensors.local(redistribution.redistribute(filled, input.placements)))
-    else:
-        op(dtensors.local(input), *value)
-    return input
-
-
-def _whole(tensor: DTensor) -> DTensor:
-    return redistribution.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim)
-
-
-@handlers.register(
-    aten.copy_.default,
-    traffic="into a piece along a cut dim, what changes owner on its way back; nothing if the value is replicated",
-    limits=LATER,
-)
-def copy(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.copy_``."""
-    target, source, *rest = handlers.bind(op, args, kwargs)
-    if not isinstance(target, DTensor) or not all(known(t) for t in (target, source) if isinstance(t, DTensor)):
-        return handlers.stock(op, args, kwargs)
-    if not isinstance(source, DTensor) and source.numel() == 1:
-        source = dtensors.replicated(source, target.device_mesh)
-    target, source = dtensors.as_dtensors("copy_", self=target, src=source)
-    fake_tensors.plain_result(op, target, source)
-    source = source if source.shape == target.shape else source.expand(target.shape)
-    aten.copy_(dtensors.local(target), dtensors.local(redistribution.redistribute(source, target.placements, op)), *rest)
-    return target
-
-
-@handlers.register(
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    traffic="what changes owner; nothing if `src` is replicated",
-    limits="a plain `src` is taken as replicated",
-)
-def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Handler of ``aten.slice_scatter`` and ``aten.select_scatter``: writing to a copy."""
-    input, src, dim, *where = handlers.bind(op, args, kwargs)
-    mesh = next(t.device_mesh for t in (input, src) if isinstance(t, DTensor))
-    tensors = (dtensors.replicated(t, mesh) for t in (input, src))
-    input, src = dtensors.as_dtensors(op.overloadpacket.__name__, **dict(zip(("input", "src"), tensors, strict=True)))
-    fake_tensors.plain_result(op, input, src, dim, *where)
-    dim %= input.ndim
-    size, selected = input.shape[dim], op is aten.select_scatter.default
-    first, last, step = (where[0] % size, where[0] % size + 1, 1) if selected else slice(*where).indices(size)
-    out = aten.clone(redistribution.reduce_partial(input))
-    write(Cut(out, dim, first, step, len(range(first, last, step)), selected), src)
-    return out
-
-
-# Indices and masks.
-
-
-@handlers.register(
-    aten.index_put_.default,
-    aten.index_put.default,
-    traffic="nothing for a mask with one value; else what DTensor makes of it",
-    limits="plain indices and values are taken as replicated; indices along a cut dim gather",
-)
-def index_put(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``y[mask] = value`` and ``y[indices] = values``."""
-    input, indices, values, accumulate = handlers.bind(op, args, kwargs)
-    mesh = next(t.device_mesh for t in (input, values, *indices) if isinstance(t, DTensor))
-    input, values = (dtensors.replicated(t, mesh) for t in (input, values))
-    indices = [None if t is None else dtensors.replicated(t, mesh) for t in indices]
-    mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
-        return handlers.stock(op, (input, indices, values, accumulate), {})
-    while mask.ndim < input.ndim:
-        mask = mask.unsqueeze(-1)
-    fill = aten.masked_fill_ if op is aten.index_put_.default else aten.masked_fill
-    return fill(input, mask, values.to(input.dtype).reshape(()))
-
-
-@handlers.register(
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
-    traffic="nothing, or the mask, where it is sharded otherwise",
-)
-def masked_fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.masked_fill`` and ``aten.masked_fill_``."""
-    input, mask, value = args
-    # Zeros may be filled into summands: label smoothing drops what is ignored so.
-    summands = isinstance(input, DTensor) and any(map(_partial, input.placements))
-    if not isinstance(input, DTensor) or not known(input) or (summands and (isinstance(value, torch.Tensor) or value != 0)):
-        return handlers.stock(op, args, kwargs)
-    mask, given = dtensors.as_dtensors("masked_fill", self=input, mask=mask, value=_number(value, input))[1:]
-    (result,) = fake_tensors.plain_result(op, input, mask, value if given is None else given)
-    if result.shape != tuple(input.shape):
-        return handlers.stock(op, args, kwargs)
-    shards = [dtensors.local(input), dtensors.local(aligned(mask, input.placements, result.shape))]
-    if process_groups.coordinate(input.device_mesh) is not None:
-        shards[0] = op(*shards, value if given is None else dtensors.local(_whole(given)))
-    in_place = op in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
-    return input if in_place else dtensors.wrap(shards[0], input.device_mesh, input.placements, result)
-
-
-def _number(value: Any, input: DTensor) -> DTensor | None:
-    """A value that is a tensor, which has one element and so may be a plain one."""
-    return dtensors.replicated(value, input.device_mesh) if isinstance(value, torch.Tensor) else None
-
-
-# as_strided, where it says what slices would.
-
-
-@handlers.register(
-    aten.as_strided.default,
-    traffic="that of the slices and selections that it stands for",
-    limits="raises where the strides are not those of slices and selections of the tensor; autograd gathers its gradient",
-)
-def as_strided(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Handler of ``aten.as_strided``."""
-    input, size, stride, offset = handlers.bind(op, args, kwargs)
-    (result,) = fake_tensors.plain_result(op, input, size, stride, offset)
-    whole = dtensors.local(input)
-    if not any(isinstance(p, Shard) for p in input.placements) and whole.stride() == input.stride():
-        return dtensors.wrap(op(whole, size, stride, offset), input.device_mesh, input.placements, result)
-    plan = _decoded(input.shape, input.stride(), size, stride, offset or 0)
-    if plan is None:
-        raise NotImplementedError(
-            f"as_strided: size (={tuple(size)}), stride (={tuple(stride)}) and storage_offset (={offset or 0}) are no slices "
-            f"and selections of a sharded tensor of shape {tuple(input.shape)} and stride {input.stride()}: use these instead"
-        )
-    out = input
-    for dim, (first, count, step) in enumerate(plan[0]):
-        if (first, count, step) != (0, input.shape[dim], 1):
-            out = out[(*[slice(None)] * dim, slice(first, first + count * step, step))]
-    used = [dim for dim in plan[1] if dim is not None]
-    for dim in reversed(range(input.ndim)):
-        out = out if dim in used else out.select(dim, 0)
-    left = sorted(used)
-    out = out.permute([left.index(dim) for dim in used])
-    for place, shown in enumerate(plan[1]):
-        out = out if shown is not None else out.unsqueeze(place)
-    final = dtensors.wrap(dtensors.local(out), out.device_mesh, out.placements, result)
-    return final if stale_views.get_origin(out) is None else stale_views.set_origin(final, View(out), out)
-
-
-def _decoded(
-    shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int
-) -> tuple[list[tuple[int, int, int]], list[int | None]] | None:
-    """For each dim of the tensor its first element, how many and which step; for each of the result, the dim that it shows.
-
-    >>> _decoded((4, 6), (6, 1), (2, 3), (6, 1), 8)  # x[1:3, 2:5]
-    ([(1, 2, 1), (2, 3, 1)], [0, 1])
-    """
-    plan = [(0, 1, 1)] * len(shape)
-    long = sorted((dim for dim, n in enumerate(shape) if n > 1), key=lambda dim: -strides[dim])
-    for dim in long:
-        if strides[dim] == 0:
-            return None
-        first, offset = divmod(offset, strides[dim])
-        plan[dim] = (first, 1, 1)
-    free: list[int] = list(long)
-    shows: list[int | None] = []
-    for n, s in zip(size, stride, strict=True):
-        found: int | None = None
-        if n != 1:
-            fits = [d for d in free if s and s % strides[d] == 0 and plan[d][0] + (n - 1) * (s // strides[d]) < shape[d]]
-            if not fits:
-                return None
-            dim = fits[0]
-            plan[dim] = (plan[dim][0], n, s // strides[dim])
-            free.remove(dim)
-            found = dim
-        shows.append(found)
-    if offset or any(first >= shape[dim] for dim, (first, _, _) in enumerate(plan)):
-        return None
-    return plan, shows
-
-
-@handlers.register(aten.as_strided_.default, traffic="nothing", limits="raises unless it changes nothing")
-def as_strided_(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Handler of ``aten.as_strided_``: only where the tensor already has these strides."""
-    input, size, stride, offset = handlers.bind(op, args, kwargs)
-    long = [dim for dim, n in enumerate(input.shape) if n > 1]
-    if tuple(size) == tuple(input.shape) and all(input.stride(dim) == stride[dim] for dim in long) and not offset:
-        return input
-    raise NotImplementedError(
-        f"as_strided_: size (={tuple(size)}), stride (={tuple(stride)}) and storage_offset (={offset or 0}) would change a "
-        f"sharded tensor of shape {tuple(input.shape)} and stride {input.stride()}: use slices, or as_strided"
-    )

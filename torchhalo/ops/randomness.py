@@ -12,7 +12,6 @@ The ranks must be seeded alike and must draw alike. That they did is checked at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,6 +25,7 @@ from torchhalo.exchange.broadcasting import aligned
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import laid_out
 from torchhalo.geometry import Box, Span
+from torchhalo.kernels import random_numbers
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -44,10 +44,6 @@ CHECK_EVERY = 64
 # in its cache; an H200 took 136, 25, 6.4 and 5.8 ms for 67 million numbers with slices of 2**18, 2**20, 2**22 and 2**24.
 SLICE = {"cpu": 1 << 18, "other": 1 << 22}
 
-Bits = Callable[[int], torch.Tensor]  # from the number of a stream to 64 random bits per element, to be overwritten
-
-
-# The switch.
 
 _torch_stream = False
 
@@ -86,43 +82,6 @@ def _choose(on: bool) -> None:
     _torch_stream = on
     config, tag = torch.compiler.config, "torchhalo-torch-random"  # what is compiled for one is not to be used for the other
     config.cache_key_tag = config.cache_key_tag.replace(tag, "") + (tag if on else "")
-
-
-# The generator.
-
-
-def _mixed(z: torch.Tensor) -> torch.Tensor:
-    """Hash 64-bit integers, in place: the finaliser of SplitMix64, in arithmetic that wraps."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z.bitwise_xor_(_shifted(z, shift)).mul_(_signed(factor))
-    return z.bitwise_xor_(_shifted(z, 31))
-
-
-def _shifted(z: torch.Tensor, places: int) -> torch.Tensor:
-    """``z`` moved to the right, with zeros from the left, where torch has copies of the sign."""
-    return (z >> places).bitwise_and_((1 << (64 - places)) - 1)
-
-
-def _signed(word: int) -> int:
-    """A 64-bit word as the integer that int64 has for it."""
-    word %= 1 << 64
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _bits(box: Box, shape: Sequence[int], seed: torch.Tensor) -> Bits:
-    """64 bits for each element of ``box`` of a tensor of ``shape``, independent for each stream."""
-    index = seed.new_zeros(())
-    scale = 1
-    for dim, span in reversed(list(enumerate(box.spans))):
-        line = torch.arange(span.start, span.stop, device=seed.device).mul_(scale)
-        index = line.view(-1, *[1] * (len(shape) - 1 - dim)) + index
-        scale *= shape[dim]
-
-    def bits(stream: int) -> torch.Tensor:
-        key = _mixed(seed + _signed(stream * 0xD1342543DE82EF95))
-        return _mixed(index.mul(_signed(0x9E3779B97F4A7C15)).add_(key))
-
-    return bits
 
 
 def _slices(box: Box, most: int) -> Iterator[Box]:
@@ -172,85 +131,6 @@ def _name(op: handlers.Op) -> str:
     return op.overloadpacket.__name__
 
 
-# From bits to numbers. Each function gives as many as ``bits`` does, as a dtype that holds them exactly.
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _unit(bits: Bits, dtype: torch.dtype, stream: int = 0) -> torch.Tensor:
-    """Uniform in [0, 1), with as many digits as ``dtype`` has, so that none is rounded up to 1."""
-    digits = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
-    words = bits(stream).bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
-    return words.to(_wide(dtype)).mul_(2.0**-digits)
-
-
-def _log(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
-    """The logarithm of what is uniform in (0, 1]."""
-    digits = 53 if dtype == torch.float64 else 32
-    words = bits(0).bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1).add_(1)
-    return words.to(_wide(dtype)).mul_(2.0**-digits).log_()
-
-
-def _bernoulli(bits: Bits, dtype: torch.dtype, p: float | torch.Tensor) -> torch.Tensor:
-    if isinstance(p, torch.Tensor):
-        return _unit(bits, _wide(p.dtype)) < p
-    return bits(0).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1) < round(p * (1 << 53))
-
-
-def _uniform(bits: Bits, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
-    return _unit(bits, dtype).mul_(high - low).add_(low)
-
-
-def _normal(bits: Bits, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
-    """Box and Muller's way, of two numbers the first."""
-    radius = _log(bits, dtype).mul_(-2).sqrt_()
-    return radius.mul_(_unit(bits, _wide(dtype), stream=1).mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
-
-
-def _log_normal(bits: Bits, dtype: torch.dtype, mean: float, std: float) -> torch.Tensor:
-    return _normal(bits, dtype, mean, std).exp_()
-
-
-def _exponential(bits: Bits, dtype: torch.dtype, rate: float) -> torch.Tensor:
-    return _log(bits, dtype).div_(-rate)
-
-
-def _cauchy(bits: Bits, dtype: torch.dtype, median: float, sigma: float) -> torch.Tensor:
-    return _unit(bits, _wide(dtype)).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
-
-
-def _geometric(bits: Bits, dtype: torch.dtype, p: float) -> torch.Tensor:
-    return _log(bits, dtype).div_(math.log1p(-p) if p < 1 else -math.inf).ceil_().clamp_(min=1)
-
-
-def _integer(bits: Bits, dtype: torch.dtype, low: int, high: int | None = None) -> torch.Tensor:
-    """In [low, high), or up to the largest of ``dtype``; the bias is at most one in 2**63 over the size of the interval."""
-    size = (_largest(dtype) + 1 if high is None else high) - low
-    if size > 1 << 63:
-        raise NotImplementedError(f"random integers between {low} and {high}: at most 2**63 different ones can be drawn")
-    words = bits(0).bitwise_and_((1 << 63) - 1)
-    return (words if size == 1 << 63 else words.remainder_(size)).add_(low)
-
-
-def _below(bits: Bits, dtype: torch.dtype, high: int) -> torch.Tensor:
-    return _integer(bits, dtype, 0, high)
-
-
-def _any_integer(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
-    return _integer(bits, dtype, 0)
-
-
-def _largest(dtype: torch.dtype) -> int:
-    """Of the integers that ``dtype`` holds, all of those below it too, the largest."""
-    if dtype == torch.bool:
-        return 1
-    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-# The ops.
-
 Draw = Callable[..., torch.Tensor]
 
 
@@ -261,34 +141,34 @@ def _overloads(*names: str) -> list[handlers.Op]:
 
 
 FILLS: dict[handlers.Op, Draw] = {
-    aten.bernoulli_.float: _bernoulli,
-    aten.bernoulli_.Tensor: _bernoulli,
-    aten.uniform_.default: _uniform,
-    aten.normal_.default: _normal,
-    aten.log_normal_.default: _log_normal,
-    aten.exponential_.default: _exponential,
-    aten.cauchy_.default: _cauchy,
-    aten.geometric_.default: _geometric,
-    aten.random_.default: _any_integer,
-    aten.random_.to: _below,
-    getattr(aten.random_, "from"): _integer,
+    aten.bernoulli_.float: random_numbers.bernoulli,
+    aten.bernoulli_.Tensor: random_numbers.bernoulli,
+    aten.uniform_.default: random_numbers.uniform,
+    aten.normal_.default: random_numbers.normal,
+    aten.log_normal_.default: random_numbers.log_normal,
+    aten.exponential_.default: random_numbers.exponential,
+    aten.cauchy_.default: random_numbers.cauchy,
+    aten.geometric_.default: random_numbers.geometric,
+    aten.random_.default: random_numbers.any_integer,
+    aten.random_.to: random_numbers.below,
+    getattr(aten.random_, "from"): random_numbers.integer,
 }
 LIKES: dict[handlers.Op, Draw] = {
-    aten.bernoulli.p: _bernoulli,
-    aten.bernoulli.Tensor: _bernoulli,
-    aten.uniform.default: _uniform,
-    aten.normal_functional.default: _normal,
-    aten.log_normal.default: _log_normal,
-    aten.exponential.default: _exponential,
-    aten.cauchy.default: _cauchy,
-    aten.geometric.default: _geometric,
-    aten.random.default: _any_integer,
-    aten.random.to: _below,
-    getattr(aten.random, "from"): _integer,
-    **dict.fromkeys(_overloads("rand_like.default", "rand_like.generator"), _uniform),
-    **dict.fromkeys(_overloads("randn_like.default", "randn_like.generator"), _normal),
-    **dict.fromkeys(_overloads("randint_like.default", "randint_like.generator"), _below),
-    **dict.fromkeys(_overloads("randint_like.low_dtype", "randint_like.low_generator_dtype"), _integer),
+    aten.bernoulli.p: random_numbers.bernoulli,
+    aten.bernoulli.Tensor: random_numbers.bernoulli,
+    aten.uniform.default: random_numbers.uniform,
+    aten.normal_functional.default: random_numbers.normal,
+    aten.log_normal.default: random_numbers.log_normal,
+    aten.exponential.default: random_numbers.exponential,
+    aten.cauchy.default: random_numbers.cauchy,
+    aten.geometric.default: random_numbers.geometric,
+    aten.random.default: random_numbers.any_integer,
+    aten.random.to: random_numbers.below,
+    getattr(aten.random, "from"): random_numbers.integer,
+    **dict.fromkeys(_overloads("rand_like.default", "rand_like.generator"), random_numbers.uniform),
+    **dict.fromkeys(_overloads("randn_like.default", "randn_like.generator"), random_numbers.normal),
+    **dict.fromkeys(_overloads("randint_like.default", "randint_like.generator"), random_numbers.below),
+    **dict.fromkeys(_overloads("randint_like.low_dtype", "randint_like.low_generator_dtype"), random_numbers.integer),
 }
 TRAFFIC = "nothing, but two numbers now and again to see that all ranks draw alike"
 LIMITS = "not the numbers of plain torch; the ranks must be seeded alike"
@@ -353,7 +233,7 @@ def native_dropout(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any
         kept = torch.ones_like(dtensors.local(input), dtype=torch.bool)
     else:
         _object(aten.bernoulli_.float, torch.float32, [p])
-        kept = _drawn(op, _bernoulli, input, placements, torch.bool, [1 - p], kwargs)
+        kept = _drawn(op, random_numbers.bernoulli, input, placements, torch.bool, [1 - p], kwargs)
     kept = laid_out(kept, mask)
     scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
     out = dtensors.local(input) * kept * scale
@@ -436,7 +316,7 @@ def _drawn(
         for part in _slices(box, SLICE.get(shard.device.type, SLICE["other"])):
             cut = part.within(box)
             along = [other.expand(box.shape)[cut] if isinstance(other, torch.Tensor) else other for other in others]
-            out[cut].copy_(draw(_bits(part, whole.shape, seed), dtype, *along))
+            out[cut].copy_(draw(random_numbers.bits_of(part, whole.shape, seed), dtype, *along))
         return out
 
     return simulation.per_rank(kernel, shard, out, seed, others, *coordinate)

@@ -94,6 +94,11 @@ def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     )
 
 
+def mesh_of(*tensors: torch.Tensor | None) -> DeviceMesh:
+    """The mesh of the first DTensor among ``tensors``."""
+    return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+
+
 def replicate_implicitly(on: bool) -> bool:
     """Let DTensor take plain tensors as replicated, or not; what it did before."""
     dispatcher = DTensor._op_dispatcher

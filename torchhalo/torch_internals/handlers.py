@@ -101,6 +101,11 @@ def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [*args, *(kwargs.get(arg.name, arg.default_value) for arg in rest)]
 
 
+def named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of ``op`` by name, defaults filled in."""
+    return dict(zip((arg.name for arg in op._schema.arguments), bind(op, args, kwargs), strict=True))
+
+
 def mutated_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """The DTensors among the arguments that ``op`` writes to."""
     positions, names = _writes(op)

@@ -89,6 +89,16 @@ def reduce_partial(tensor: DTensor) -> DTensor:
     return redistribute(tensor, reduced_placements(tensor.placements))
 
 
+def is_partial(tensor: DTensor) -> bool:
+    """Whether the shards of ``tensor`` are summands along any axis."""
+    return any(p.is_partial() for p in tensor.placements)
+
+
+def whole(tensor: DTensor) -> DTensor:
+    """``tensor`` on every rank."""
+    return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim)
+
+
 def reduced_placements(placements: Sequence[Placement]) -> list[Placement]:
     """The placements of a tensor after its partial sums are added up, which are those of what is computed from it."""
     return [Replicate() if p.is_partial() else p for p in placements]
