@@ -159,6 +159,17 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(path.read_text()), f"{name}.md: {target}"
 
 
+def test_the_page_of_a_convolution_quotes_the_code() -> None:
+    """Each line of a block stands in the file that was linked last before it, and each file exists."""
+    linked, quoted = "", 0
+    for path, code in re.findall(r"/blob/main/([\w/.]+)|^```py\n(.*?)^```$", PAGES["convolution"], re.MULTILINE | re.DOTALL):
+        linked = path or linked
+        lines = (ROOT / linked).read_text().splitlines()
+        assert not [line for line in code.splitlines() if line not in lines], linked
+        quoted += len(code.splitlines())
+    assert quoted > 10
+
+
 def test_the_site_has_all_pages() -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     assert sorted(re.findall(r"^  - [\w ]+: (\w+)\.md$", settings, re.MULTILINE)) == sorted(PAGES)
