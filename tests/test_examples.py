@@ -1,33 +1,28 @@
-"""Each example, at a small size, as a user starts it: on two ranks under torchrun."""
+"""Each example, at a small size, on two ranks. (test_readme starts programs under torchrun.)"""
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 import torch
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WARNING = re.compile(r"GatherWarning|torchhalo/[\w/]+\.py:\d+: \w*Warning")
 
 
-def run(name: str, *arguments: object) -> str:
-    """What the example prints."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [*LAUNCH, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not re.search(r"GatherWarning|torchhalo/\w+\.py:\d+: \w*Warning", done.stderr), done.stderr
-    return done.stdout
+def run(folder: Path, name: str, *arguments: object) -> str:
+    """What the ranks of the example print, one after the other."""
+    texts = programs.run(ROOT / "examples" / name, arguments, folder / "printed")
+    errors = "".join(error for _, error in texts)
+    assert not WARNING.search(errors), errors
+    return "".join(text for text, _ in texts)
 
 
 def losses(printed: str) -> list[float]:
@@ -35,7 +30,7 @@ def losses(printed: str) -> list[float]:
 
 
 def test_train_unet3d(tmp_path: Path) -> None:
-    printed = run("train_unet3d.py", "--size", 36, "--steps", 4, "--folder", tmp_path)
+    printed = run(tmp_path, "train_unet3d.py", "--size", 36, "--steps", 4, "--folder", tmp_path)
     assert "each of 2 ranks has (1, 1, 18, 36, 36) of (1, 1, 36, 36, 36)" in printed
     _, second, _, last = losses(printed)
     assert last < 0.8 * second
@@ -43,8 +38,8 @@ def test_train_unet3d(tmp_path: Path) -> None:
     assert all(type(value) is torch.Tensor for value in state.values()), "the checkpoint is that of the plain model"
 
 
-def test_train_classifier() -> None:
-    printed = losses(run("train_classifier.py", "--size", 64, "--batch", 8, "--steps", 8))
+def test_train_classifier(tmp_path: Path) -> None:
+    printed = losses(run(tmp_path, "train_classifier.py", "--size", 64, "--batch", 8, "--steps", 8))
     assert len(printed) == 8 and printed[-1] < 0.5 * printed[0]
 
 
@@ -56,8 +51,8 @@ def test_train_classifier() -> None:
     ],
     ids=["image", "video"],
 )
-def test_decoders_have_no_seams(arguments: tuple[object, ...], shapes: str) -> None:
-    printed = run(*arguments, "--compare")
+def test_decoders_have_no_seams(arguments: tuple[object, ...], shapes: str, tmp_path: Path) -> None:
+    printed = run(tmp_path, *arguments, "--compare")
     assert f"each has {shapes}" in printed
     ((difference, scale),) = re.findall(r"largest difference from one process: (\S+) of (\S+)", printed)
     # float32, some thirty layers deep: one process and a shard may take kernels that sum in another order
@@ -68,7 +63,7 @@ def test_zarr_io(tmp_path: Path) -> None:
     import zarr
 
     paths = tmp_path / "image.zarr", tmp_path / "result.zarr"
-    printed = run("zarr_io.py", "--input", paths[0], "--output", paths[1], "--size", 70)
+    printed = run(tmp_path, "zarr_io.py", "--input", paths[0], "--output", paths[1], "--size", 70)
     assert "in chunks of (1, 1, 35, 70)" in printed
     image, result = (np.asarray(zarr.open_array(path, mode="r")[:]) for path in paths)
     network = runpy.run_path(str(ROOT / "examples" / "zarr_io.py"))["network"]()

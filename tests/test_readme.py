@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -16,17 +17,27 @@ ROOT = Path(__file__).parent.parent
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def printed(code: str, tmp_path: Path) -> list[str]:
+def printed(code: str, folder: Path) -> list[str]:
     """What two processes print that run ``code``."""
-    tmp_path.mkdir()
-    script = tmp_path / "example.py"
+    return [text for text, _ in programs.run(saved(code, folder), (), folder / "printed")]
+
+
+def saved(code: str, folder: Path) -> Path:
+    folder.mkdir()
+    script = folder / "example.py"
     script.write_text(code)
+    return script
+
+
+def printed_under_torchrun(code: str, folder: Path) -> list[str]:
+    """The same, started as the README says."""
+    script = saved(code, folder)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # Each rank writes to a file of its own: on one pipe their lines would mix.
-    command = [*LAUNCH, "--redirects", "3", "--log-dir", str(tmp_path / "logs"), str(script)]
+    command = [*LAUNCH, "--redirects", "3", "--log-dir", str(folder / "logs"), str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    logs = {path.relative_to(tmp_path): path.read_text() for path in sorted(tmp_path.rglob("*.log"))}
+    logs = {path.relative_to(folder): path.read_text() for path in sorted(folder.rglob("*.log"))}
     assert done.returncode == 0, (done.stderr, logs)
     return [text for path, text in logs.items() if path.name == "stdout.log"]
 
@@ -41,6 +52,6 @@ def test_examples_run_on_two_processes(tmp_path: Path) -> None:
         assert shapes == "(1, 4, 249, 125) of (1, 4, 249, 250)"
         # float32, where one process and a shard may take kernels that sum in another order
         assert float(difference) <= 1e-5
-    one, other = printed(model, tmp_path / "model")
+    one, other = printed_under_torchrun(model, tmp_path / "model")
     losses = [float(line.split()[-1]) for line in one.splitlines()]
     assert one == other and len(losses) == 3 and losses[0] > losses[1] > losses[2]

@@ -198,10 +198,10 @@ def test_other_ranks_end_in_time_and_say_what_differs(tmp_path: Path, monkeypatc
             "at the parameters of Conv2d, weight (3, 2, 3, 3) float32, bias (3,) float32",
             "at the parameters of Conv2d, weight (2, 2, 3, 3) float32, bias (2,) float32",
         ),
-        "late, not compared": "convolution: this rank waits in vain",
+        "late, not compared": "convolution: no data from another rank",
         "killed": f"rank 2 did not come to {backward.format('first')} within 4 s: {late} was last seen at "
         f"{backward.format('second')}",
-        "shape, not compared": ": this rank waits in vain",
+        "shape, not compared": ": no data from another rank",
     }
     for each, ending in zip(ended, (["killed"], ["killed", "shape, not compared"], []), strict=True):
         assert list(each.said) == list(expected)[:-2] + ending

@@ -56,7 +56,7 @@ class Rendezvous:
     """Where ranks lay down where they are, and are told whether they may go on.
 
     The first of those who meet reads what all of them wrote, and writes a verdict that the others wait for: nothing, or the
-    error that all of them raise. Who waits in vain says so in its record, so that a rank that comes late raises that error too.
+    error that all of them raise. A rank that times out says so in its record, so that a late rank raises that error too.
     """
 
     def __init__(self, store: dist.Store, rank: int):

@@ -193,7 +193,7 @@ def _lineage(tensor: DTensor) -> list[DTensor]:
 
 
 def _mark_views_stale(tensor: DTensor) -> None:
-    """Spoil the pieces that may hold what was in ``tensor`` before it was written to; not those known to lie beside it."""
+    """Mark stale the pieces that may hold what was in ``tensor`` before the write; not those known to be disjoint."""
     line = _lineage(tensor)
     for other in stale_views.living_views(line[-1]):
         if not any(other is each for each in line) and not _apart(_lineage(other), line):

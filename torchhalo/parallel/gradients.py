@@ -113,7 +113,7 @@ class _Pass:
         axes = tuple(axis for axis, placement in enumerate(grad.placements) if placement.is_partial("sum"))
         others = [p for axis, p in enumerate(grad.placements) if axis not in axes]
         if not axes or grad.requires_grad or others != [p for axis, p in enumerate(parameter.placements) if axis not in axes]:
-            # Summed by the op itself, or to be differentiated again, or placed in a way that sums alone do not mend.
+            # Summed by the op itself, or to be differentiated again, or placed so that a sum does not suffice.
             self._done.append((parameter, grad.redistribute(placements=parameter.placements)))
             parameter.grad = None
             return

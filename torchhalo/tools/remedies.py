@@ -6,7 +6,7 @@ import re
 
 #: By what an error says, the first that fits: what to do. docs/troubleshooting.md says more.
 _REMEDIES = {
-    "in one process already": "the model fails without torchhalo too; mend the model, or give the --input that it wants",
+    "in one process already": "the model fails without torchhalo too; fix the model, or give the --input that it wants",
     "does not have a sharding strategy registered|no fake impl registered": (
         "neither torchhalo nor DTensor handles this op: write it with ops of docs/ops.md, or call it on x.full_tensor() if x "
         "is small, or on the shard if it is pointwise (torch.distributed.tensor.experimental.local_map)"
@@ -24,7 +24,7 @@ _REMEDIES = {
         "this code reads the memory of a tensor, which on a rank is a shard: use torch ops, or x.full_tensor() if x is small"
     ),
     "timed out|Connection closed|did not come|data size": (
-        "ranks took different ways, or one died: run with TORCHHALO_DEBUG=1, which names the op and the module"
+        "ranks took different branches, or one died: run with TORCHHALO_DEBUG=1, which names the op and the module"
     ),
     "out of memory|not enough memory": "give a smaller --input: each rank runs on this machine",
 }

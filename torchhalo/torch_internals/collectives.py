@@ -1,4 +1,4 @@
-"""Collectives that autograd does not see, each told to those who watch before it starts."""
+"""Collectives that autograd does not see; watchers are told of each before it starts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def reduce_scatter(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) 
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """What `all_to_all` received. To be called also where that is nothing, or torch keeps the call's state forever."""
+    """What `all_to_all` received. Call it even if nothing was: torch keeps the state of a collective until it is waited for."""
     try:
         if isinstance(tensor, funcol.AsyncCollectiveTensor):
             return tensor.wait()
@@ -100,7 +100,7 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         call = running_call()
         raise type(error)(
-            f"{'a collective' if call is None else call.name}: this rank waits in vain for what another was to send: that one "
-            "has died, is late, or is at another op or shape. TORCHHALO_DEBUG=1 in the environment of all ranks makes errors "
-            f"name it. {error}"
+            f"{'a collective' if call is None else call.name}: no data from another rank; it may have died, be "
+            "late, or be running another op or shape. Run all ranks with TORCHHALO_DEBUG=1 to learn which, and where. "
+            f"{error}"
         ) from error

@@ -87,7 +87,7 @@ def wrap_handler(*ops: Op) -> Callable[[F], F]:
 
 @lru_cache(maxsize=1)
 def table() -> dict[Op, Handler]:
-    """The handlers with what is `wrap_handler` them, and those of other ops that something is around."""
+    """The handlers inside their wrappers. An op that has wrappers and no handler here gets DTensor's own inside them."""
     found = {**handled, **_out_handlers()}
     for op, wrappers in _wrappers.items():
         for wrapper in wrappers:

@@ -1,4 +1,4 @@
-"""Ranks that are simulated: LocalTensor mode, and a world in which nobody answers."""
+"""Simulated ranks: LocalTensor mode, and a fake process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def without_modes(function: Callable[[], R]) -> R:
 
 @contextmanager
 def fake_world(ranks: int, rank: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world in which nobody answers.
+    """Inside, this process is one rank of a fake process group: its collectives return at once and bring nothing.
 
     Raises:
         RuntimeError: The process is in a real world already.

@@ -1,4 +1,4 @@
-"""Who is told of a collective before it starts."""
+"""Watchers: told of each collective before it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 class Collective(NamedTuple):
-    """One that torchhalo is about to start.
+    """A collective that torchhalo is about to start.
 
     Attributes:
         sent, received: How many elements go to and come from each member of the group, where that differs.
@@ -41,7 +41,7 @@ class Redistribution(NamedTuple):
 
 
 class Watcher:
-    """Who is told of collectives before they start; it overrides what it wants to know."""
+    """Told of collectives before they start; subclasses override the kinds that they want."""
 
     def collective(self, each: Collective) -> None:
         """One of torchhalo's own."""
