@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import PRELOAD
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -141,6 +143,17 @@ def mixed_backward() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), Doubles()), nn.Conv2d(4, 4, 1))
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start as copies of a process that has imported torch; a start of their own takes seconds for each."""
+
+    def start(function: Callable[..., None], args: tuple[object, ...], nprocs: int, **options: bool) -> object:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+        return torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver", **options)
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+
+
 def test_a_right_model(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["check", "test_check:right", "--input", "3,3,33,28", "--mesh", "2x2", "--backward"])
     shown = capsys.readouterr()
@@ -152,6 +165,7 @@ def test_a_right_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one process" in shown.err and "4 ranks" in shown.err
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_differs_and_what_gathers() -> None:
     report = torchhalo.check(wrong, (1, 3, 16, 16), ranks=2)
     assert not report.exact and not report.sharded and not report.ok
@@ -164,12 +178,14 @@ def test_what_differs_and_what_gathers() -> None:
     assert "NOT EXACT, GATHERS" in text and "first module that differs: 1.1" in text and "aten.sort.default in 2" in text
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_wrong_forward_is_located() -> None:
     report = torchhalo.check(wrong_forward, (1, 3, 12, 10), ranks=2, backward=True)
     assert not report.exact and report.first == "1.1" and report.sharded
     assert report.first_backward == "of the output of 1.0, made by the backward of 1.1"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_wrong_backward_is_located() -> None:
     report = torchhalo.check(wrong_backward, (1, 3, 12, 10), ranks=2, backward=True)
     assert not report.exact and report.first is None and report.differences["outputs"][0] <= report.tolerance
@@ -177,6 +193,7 @@ def test_a_wrong_backward_is_located() -> None:
     assert "\n\n  first gradient that differs: of the output of 1.0, made by the backward of 1.1\n" in str(report)
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_to_do_about_a_model_that_raises() -> None:
     report = torchhalo.check(unknown_op, (1, 3, 12, 10), ranks=2, backward=True)
     assert report.error is not None and report.error.startswith("torchhalo_tests.negated.default in 1.1: "), report
@@ -184,18 +201,21 @@ def test_what_to_do_about_a_model_that_raises() -> None:
     assert f"what to do: {report.remedy}" in str(report)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_plain_tensor_made_in_a_backward() -> None:
     """There the model is not running, and its permission to mix plain tensors with sharded ones still holds."""
     report = torchhalo.check(mixed_backward, (1, 3, 12, 10), ranks=2, backward=True)
     assert report.ok, report
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_fails_in_one_process_already() -> None:
     report = torchhalo.check(right, (1, 4, 12, 10), ranks=2)
     assert report.error is not None and report.error.startswith("in one process already: ") and "in 0: " in report.error
     assert report.remedy is not None and "without torchhalo too" in report.remedy
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_raises_on_one_rank() -> None:
     start, before = time.monotonic(), set(multiprocessing.active_children())
     report = torchhalo.check(raises, (1, 3, 16, 16), ranks=2, backward=True)
