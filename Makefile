@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo models docs clean
+.PHONY: help setup test test-quick lint format demo models docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,6 +35,10 @@ $(READY): requirements-dev.txt requirements-models.txt models/torchvision_ops.py
 # Two workers, each with simulated ranks and gloo processes of its own: most tests keep one core busy.
 test: lint  ## format, lint and type checks, then all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-quick: $(READY)  ## the tests that are not marked slow, in a minute: for the edit loop
+	$(BIN)/ruff check
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 # Types are checked against the pinned torch alone: the annotations of its private API differ from release to release.
 lint: $(READY)  ## format, lint and type checks
