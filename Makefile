@@ -36,9 +36,9 @@ $(READY): requirements-dev.txt requirements-models.txt models/torchvision_ops.py
 test: lint  ## format, lint and type checks, then all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-quick: $(READY)  ## the tests that are not marked slow, in a minute: for the edit loop
+test-quick: $(READY)  ## the quick tests of every room, with a tenth of the random examples: for the edit loop
 	$(BIN)/ruff check
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --quick
 
 # Types are checked against the pinned torch alone: the annotations of its private API differ from release to release.
 lint: $(READY)  ## format, lint and type checks

@@ -8,11 +8,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TORCHHALO_TEST_DEVICE") == "cuda" else "1"
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Pool
+from hypothesis import settings
 
 import torchhalo
 
@@ -32,6 +34,12 @@ def pool() -> Iterator[Callable[[int], Pool]]:
         each.close()
 
 
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def run(request: pytest.FixtureRequest, pool: Callable[[int], Pool]) -> Callable[..., list[Any]]:
+    """Runs a function on every rank of 2, and of 4, processes."""
+    return pool(request.param).run
+
+
 @pytest.fixture
 def gpu() -> Iterator[str]:
     """A CUDA device, as the one rank of an NCCL group, with torchhalo enabled and no TF32."""
@@ -47,6 +55,24 @@ def gpu() -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="no tests that are marked slow, and a tenth of each random test's examples"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The slow ones first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    others = [item for item in items if item.get_closest_marker("slow") is None]
+    if not config.getoption("--quick"):
+        items[:] = slow + others
+        return
+    items[:] = others
+    config.hook.pytest_deselected(items=slow)
+    for item in others:
+        function = getattr(item, "obj", None)
+        if getattr(function, "is_hypothesis_test", False):
+            function = getattr(function, "__func__", function)
+            full = function._hypothesis_internal_use_settings
+            function._hypothesis_internal_use_settings = settings(full, max_examples=max(3, full.max_examples // 10))

@@ -14,6 +14,8 @@ from benchmarks.__main__ import NAMES, main
 from benchmarks.model_cases import CASES
 from benchmarks.unet_model import Layer, Shape, UNet, layers, least_elements
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

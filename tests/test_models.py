@@ -19,6 +19,8 @@ from torchhalo.exchange import gathers
 from torchhalo.exchange.transfer import counted
 from torchhalo.tools.check import Report
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 OWN = [name for name, model in ZOO.items() if model.library == "models"]
 

@@ -58,6 +58,7 @@ def check_words() -> dict[str, tuple[str, str]]:
     return said
 
 
+@pytest.mark.slow
 def test_words_of_plain_torch(pool) -> None:
     ranks = pool(3).run(check_words)
     for said in ranks:

@@ -168,6 +168,7 @@ def faults(rank: Rank, number: int, docs: str) -> None:
     rank.case("shape, not compared", lambda: step(model, mesh, (1, 2, 12, 12 + number)))
 
 
+@pytest.mark.slow
 def test_other_ranks_end_in_time_and_say_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHHALO_DEBUG", "1")
     ended = run(tmp_path, faults, snippet("training", "Faults"))

@@ -295,6 +295,7 @@ def check_compiled(tokens: int) -> None:
         torch.testing.assert_close(got.grad.full_tensor(), want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [7, 2])
 def test_compiled(pool, tokens: int) -> None:
     pool(3).run(check_compiled, tokens)

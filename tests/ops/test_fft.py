@@ -269,12 +269,14 @@ def train(name: str, mesh: tuple[int, ...], dims: tuple[int, ...], compiled: boo
         torch.testing.assert_close(value, model.state_dict()[key], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, dims", [((2,), (2,)), ((4,), (3,)), ((2, 2), (2, 3))])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks(pool, name: str, mesh: tuple[int, ...], dims: tuple[int, ...]) -> None:
     pool(math.prod(mesh)).run(train, name, mesh, dims, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_compiled_networks(pool, name: str) -> None:
     pool(2).run(train, name, (2,), (2,), True)

@@ -334,6 +334,7 @@ def test_on_processes(pool, size) -> None:
     pool(3).run(on_processes, size, False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [12, 5])
 def test_compiled(pool, size) -> None:
     pool(3).run(on_processes, size, True)

@@ -313,6 +313,7 @@ def test_real_processes(pool, members: int, width: int) -> None:
     pool(3).run(check, members, width, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, loss", [(7, objective), (2, F.nll_loss)])  # stock's add gathers tiny shards, even compiled
 def test_compiled(pool, width: int, loss: Callable[..., torch.Tensor]) -> None:
     pool(3).run(check, 3, width, True, loss)

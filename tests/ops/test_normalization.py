@@ -254,6 +254,7 @@ def run_modules(ranks: tuple[int, ...]) -> None:
     run_beside_one_process(mesh, where[0], 2)  # empty shards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2,), (3,), (2, 2)])
 def test_modules_train_as_in_one_process(pool, ranks) -> None:
     """On real ranks: momentum, cumulative averages, no tracking, no parameters; evaluation and inference mode."""

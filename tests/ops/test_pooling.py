@@ -546,6 +546,7 @@ def check_compiled(size: int) -> list[list[str]]:
     return graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, exchanges", [(11, 4), (4, 3)])  # of two columns four are made without a halo
 def test_compiled(pool, size: int, exchanges: int) -> None:
     graphs = pool(3).run(check_compiled, size)

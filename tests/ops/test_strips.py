@@ -21,6 +21,7 @@ from torchhalo.geometry import Box
 from torchhalo.ops.convolution_work import Local, Work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False])
 def test_random_shards_wider_than_their_halos(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
     seen: Counter[object] = Counter()

@@ -291,6 +291,7 @@ def check_compiled(size: int, dim: int) -> None:
     torch.testing.assert_close(compiled.grad.full_tensor(), eager.grad.full_tensor(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, dim", [(7, 3), (2, 3)])
 def test_compiled(pool, size: int, dim: int) -> None:
     pool(3).run(check_compiled, size, dim)

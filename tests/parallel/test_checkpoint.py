@@ -122,6 +122,7 @@ def go_on(folder: str, kind: str, source: str, name: str) -> None:
         torch.testing.assert_close(got, value, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("source", ["parallelized", "fsdp", "ddp"])
 def test_four_ranks_save_and_others_go_on(pool, tmp_path: Path, source: str, name: str) -> None:
@@ -261,6 +262,7 @@ def kill_at_call(deadline: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         held = process.submit(killed_in_turn, str(tmp_path)).result(timeout=120)

@@ -263,6 +263,7 @@ def compiled(inside: bool) -> None:
     torch.testing.assert_close(plain.grad, p.grad, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_compiled(pool, inside: bool) -> None:
     pool(2).run(compiled, inside)

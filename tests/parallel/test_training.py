@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import torchhalo
 from torchhalo.parallel import gradients
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 
 

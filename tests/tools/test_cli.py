@@ -25,6 +25,7 @@ COMMAND = [sys.executable, "-m", "torchhalo"]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_demo_agrees_with_one_process(tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
     arguments = ["demo", "--mesh", "2x1", "--size", "37x50", "--steps", "2", "--dtype", "float64", "--picture", str(path)]
@@ -40,6 +41,7 @@ def test_demo_agrees_with_one_process(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_demo_ends_all_ranks_when_one_is_killed(tmp_path: Path) -> None:
     with _training(tmp_path / "log") as (demo, ranks):
@@ -49,6 +51,7 @@ def test_demo_ends_all_ranks_when_one_is_killed(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_demo_leaves_no_rank_when_it_is_killed_itself(tmp_path: Path) -> None:
     # As a shell does for what it runs in the background.

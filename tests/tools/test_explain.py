@@ -54,6 +54,7 @@ def measured(model: Any, shape: tuple[int, ...], mesh_shape: tuple[int, ...], tr
     return sum(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("model, shape, mesh", [(Net, (2, 2, 22, 18), (3,)), (deep, (1, 2, 50, 41), (2, 2))])
 def test_bytes_are_those_of_a_run(pool, model: Any, shape: tuple[int, ...], mesh: tuple[int, ...], train: bool) -> None:
@@ -125,6 +126,7 @@ def run_hog(shape: tuple[int, ...]) -> int:
     return peak_memory() - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell the memory of a process")
 def test_memory_is_that_of_a_run() -> None:
     shape = (1, 3, 2048, 1024)
@@ -158,6 +160,7 @@ def test_smallest_mesh_and_time() -> None:
     assert hidden == pytest.approx(max(compute, sent)) and exposed == pytest.approx(compute + sent)
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", "test_explain:memory_hog", "--input", "1,3,256,256"]
     assert cli.main([*command, "--mesh", "2x4", "--train", "--dtype", "bfloat16", "--device", "h100", "--memory", "40MB"]) == 0

@@ -79,6 +79,7 @@ def check(size: int, ranks: tuple[int, ...], backend: str, input_needs_grad: boo
     return graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, size, partition, input_needs_grad",
     [
@@ -164,5 +165,6 @@ def check_unet(backend: str) -> None:
     assert losses[0][2] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_a_training_step_of_a_unet_compiles_without_a_graph_break(pool) -> None:
     pool(2).run(check_unet, "aot_eager")
