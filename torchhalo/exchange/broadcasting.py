@@ -12,8 +12,12 @@ from torchhalo.torch_internals import dtensors, redistribution
 
 
 def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``tensor`` with other placements, Shard or Replicate: partial sums are added up, else only what changes owner travels."""
-    tensor = redistribution.reduce_partial(tensor)
+    """``tensor`` with other placements: only what changes owner travels.
+
+    Partial sums are added up, unless they are to stay partial sums along that axis.
+    """
+    pairs = zip(tensor.placements, placements, strict=True)
+    tensor = redistribution.redistribute(tensor, [Replicate() if p.is_partial() and p != q else p for p, q in pairs])
     if tensor.placements == tuple(placements):
         return tensor
     meta = dtensors.Meta(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
@@ -37,13 +41,20 @@ def shared_placements(shape: Sequence[int], tensors: Iterable[DTensor]) -> list[
 
 
 def aligned(tensor: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """``tensor`` cut as ``placements`` cut the ``shape`` to which it broadcasts."""
+    """``tensor`` cut as ``placements`` cut the ``shape`` to which it broadcasts; summands may stay so, as with `moved`."""
+    return moved(tensor, own_placements(tensor, placements, shape))
+
+
+def own_placements(tensor: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> list[Placement]:
+    """The placements of ``tensor`` where ``placements`` are those of the ``shape`` to which it broadcasts."""
     missing = len(shape) - tensor.ndim
 
     def own(placement: Placement) -> Placement:
+        if placement.is_partial():
+            return placement
         if not isinstance(placement, Shard) or placement.dim < missing:
             return Replicate()
         dim = placement.dim - missing
         return Shard(dim) if tensor.shape[dim] == shape[placement.dim] else Replicate()
 
-    return moved(tensor, [own(placement) for placement in placements])
+    return [own(placement) for placement in placements]

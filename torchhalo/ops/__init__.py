@@ -11,6 +11,7 @@ from torchhalo.ops import (
     convolution_program,
     convolution_work,
     creation,
+    embedding,
     extrema,
     fft,
     group_norm,
@@ -29,6 +30,7 @@ from torchhalo.ops import (
     reduction,
     sampling,
     scan,
+    scattering,
     shuffle,
     slicing,
     softmax,
@@ -36,6 +38,7 @@ from torchhalo.ops import (
     unpooling,
     variance,
     views,
+    weight_norm,
     writes,
 )
 
@@ -50,6 +53,7 @@ __all__ = [
     "convolution_program",
     "convolution_work",
     "creation",
+    "embedding",
     "extrema",
     "fft",
     "group_norm",
@@ -68,6 +72,7 @@ __all__ = [
     "reduction",
     "sampling",
     "scan",
+    "scattering",
     "shuffle",
     "slicing",
     "softmax",
@@ -75,5 +80,6 @@ __all__ = [
     "unpooling",
     "variance",
     "views",
+    "weight_norm",
     "writes",
 ]
