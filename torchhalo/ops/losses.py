@@ -195,10 +195,8 @@ def item(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
 
 def _named(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     """All arguments of a call by name, defaults too and in the order of the op; and those that are tensors, as DTensors."""
-    arguments = dict(zip((argument.name for argument in op._schema.arguments), handlers.bind(op, args, kwargs), strict=True))
-    plain = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    tensors = dict(zip(plain, dtensors.as_dtensors(op.overloadpacket.__name__, **plain), strict=True))
-    return {**arguments, **tensors}, tensors
+    arguments = dtensors.named_dtensors(op, args, kwargs)
+    return arguments, {name: value for name, value in arguments.items() if isinstance(value, DTensor)}
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

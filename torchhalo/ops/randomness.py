@@ -263,10 +263,8 @@ handlers.register_composites(
 
 def _positional(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The positional arguments of ``op``, defaults filled in; tensors as DTensors."""
-    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    found = dict(zip(names, handlers.bind(op, args, kwargs), strict=False))
-    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return [*(found | dict(zip(tensors, dtensors.as_dtensors(_name(op), **tensors), strict=True))).values()]
+    given = dtensors.named_dtensors(op, args, kwargs)
+    return [given[argument.name] for argument in op._schema.arguments if not argument.kwarg_only]
 
 
 def _object(op: handlers.Op, dtype: torch.dtype, parameters: Sequence[Any]) -> None:

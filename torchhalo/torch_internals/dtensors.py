@@ -12,6 +12,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.torch_internals.caching import cached_on_mesh
+from torchhalo.torch_internals.calls import Op
+from torchhalo.torch_internals.handlers import named
 from torchhalo.torch_internals.process_groups import coordinate
 from torchhalo.torch_internals.tracing import is_traced
 
@@ -92,6 +94,13 @@ def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
         tensor if tensor is None or isinstance(tensor, DTensor) else _replicated(name, key, tensor, first, mesh)
         for key, tensor in tensors.items()
     )
+
+
+def named_dtensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of ``op`` by name, defaults filled in; those that are tensors as DTensors."""
+    given = named(op, args, kwargs)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return given | dict(zip(tensors, as_dtensors(op.overloadpacket.__name__, **tensors), strict=True))
 
 
 def mesh_of(*tensors: torch.Tensor | None) -> DeviceMesh:
