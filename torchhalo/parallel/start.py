@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchhalo.parallel.parallelize import replace_tensors
+from torchhalo.parallel.edges import replace_tensors
 
 
 def materialize(model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> nn.Module:

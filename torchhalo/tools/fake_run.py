@@ -19,7 +19,9 @@ from torchhalo.exchange import gathers
 from torchhalo.exchange.debug import modules
 from torchhalo.exchange.plan import Exchange
 from torchhalo.parallel.arrays import shard
-from torchhalo.parallel.parallelize import parallelize, replace_tensors, tensors_in
+from torchhalo.parallel.edges import replace_tensors
+from torchhalo.parallel.parallelize import parallelize
+from torchhalo.parallel.structures import tensors_in
 from torchhalo.tools.explanation import Layer, Rank
 from torchhalo.torch_internals import calls, dtensors, fake_tensors, simulation, switch, watching
 

@@ -21,7 +21,8 @@ from torchhalo.exchange import gathers
 from torchhalo.exchange.debug import modules
 from torchhalo.exchange.transfer import counted
 from torchhalo.parallel.arrays import first_copy, shard
-from torchhalo.parallel.parallelize import parallelize, tensors_in, whole
+from torchhalo.parallel.parallelize import parallelize
+from torchhalo.parallel.structures import tensors_in, whole
 from torchhalo.tools.launch import peak_memory
 from torchhalo.torch_internals import dtensors, handlers, redistribution, switch, watching
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchhalo.torch_internals.compilation import bypass_decompositions, pin_collectives, tag_compiled_code
+from torchhalo.torch_internals.copying import copy_at_offsets
 from torchhalo.torch_internals.handlers import Handler, Op, installed, table
 from torchhalo.torch_internals.logs import silence_fake_tensor_log
 from torchhalo.torch_internals.redistribution import watch_redistribution
@@ -75,6 +76,7 @@ def enable() -> _Enabled:
         bypass_decompositions(True)
         swap_sync_batch_norm(True)
         silence_fake_tensor_log(True)
+        copy_at_offsets(True)
     return _Enabled(was_enabled)
 
 
@@ -92,6 +94,7 @@ def disable() -> None:
     bypass_decompositions(False)
     swap_sync_batch_norm(False)
     silence_fake_tensor_log(False)
+    copy_at_offsets(False)
     for op, handler in installed.items():
         if handler is None:
             handlers.pop(op, None)
