@@ -198,13 +198,3 @@ def _global_index(index: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.
         index = index // span.size
         step *= size
     return found
-
-
-@handlers.register(aten.scatter.src, traffic="as stock DTensor")
-def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.scatter``, to which torch 2.11 gives plain zeros in the gradient of ``max.dim``."""
-    arguments = handlers.bind(op, args, kwargs)
-    input, index = arguments[0], arguments[2]
-    if not isinstance(input, DTensor):
-        arguments[0] = dtensors.replicated(input, index.device_mesh)
-    return handlers.stock(op, tuple(arguments), {})

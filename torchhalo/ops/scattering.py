@@ -213,46 +213,75 @@ def index_add(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @handlers.register(
     aten.scatter_add.default,
     aten.scatter_add_.default,
-    traffic="nothing, the result is Partial where the indices are sharded along the dim that they name",
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    traffic="nothing for what is added: the result is Partial if the indices are sharded along the dim that they name; "
+    "what is written goes to the owners of other dims",
+    limits="what is written, not added, is gathered along the dim that the indices name, if the tensor is sharded along it",
 )
-def scatter_add(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.scatter_add``, the gradient of `gather`: each rank adds what it has of the source."""
+def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.scatter_add``, the gradient of `gather`, where each rank adds what it has, and of ``aten.scatter``."""
     input, dim, given, source = handlers.bind(op, args, kwargs)
-    found = prepared(input, [given], source) if input.ndim and given.ndim else None
+    values = [source] if isinstance(source, torch.Tensor) else []
+    found = prepared(input, [given], *values) if input.ndim and given.ndim else None
     if found is None:
         return handlers.stock(op, args, kwargs)
-    input, (index,), (source,) = found
+    input, (index,), tensors = found
     assert index is not None
-    (result,) = fake_tensors.plain_result(aten.scatter_add.default, input, dim, index, source)
-    dim %= input.ndim
-    for other, size in enumerate(index.shape):
-        source = source if source.shape[other] == size else aten.slice.Tensor(source, other, 0, size)
+    add = op in (aten.scatter_add.default, aten.scatter_add_.default)
+    functional = aten.scatter_add.default if add else aten.scatter.src if tensors else aten.scatter.value
+    (result,) = fake_tensors.plain_result(functional, input, dim, index, *(tensors or [source]))
+    dim, mesh = dim % input.ndim, input.device_mesh
+    in_place = op in (aten.scatter_add_.default, aten.scatter_.src, aten.scatter_.value)
+    tensors = [_cropped(each if add else redistribution.reduce_partial(each), index.shape) for each in tensors]
     fits = [other != dim and index.shape[other] == size for other, size in enumerate(input.shape)]
+    named = shared_placements(index.shape, [index, *tensors])
+    summands = tensors[0].placements if tensors else named
     cut: list[Placement] = []
     parts: list[Placement] = []
-    named = shared_placements(index.shape, [index, source])
-    for held, name, summand in zip(input.placements, named, source.placements, strict=True):
-        if isinstance(name, Shard):
+    for held, name, summand in zip(input.placements, named, summands, strict=True):
+        if isinstance(name, Shard) and (add or (fits[name.dim] and not in_place and not isinstance(held, Shard))):
             cut.append(name)
             parts.append(name if fits[name.dim] else Partial())
+        elif add and summand.is_partial():
+            cut.append(summand)
+            parts.append(summand)
         else:
-            same = summand.is_partial() or (isinstance(held, Shard) and fits[held.dim])
-            cut.append(summand if summand.is_partial() else held if same else Replicate())
-            parts.append(cut[-1])
+            cut.append(held if isinstance(held, Shard) and fits[held.dim] else Replicate())
+            parts.append(held if isinstance(held, Shard) else Replicate())
     points = redistribution.reduced_placements(cut)
-    shards = [dtensors.local(aligned(source, cut, index.shape)), dtensors.local(aligned(index, points, index.shape))]
-    mesh = input.device_mesh
+    for each in tensors:
+        _notice(each, cut, index.shape)
+    shards = [dtensors.local(aligned(each, cut, index.shape)) for each in tensors]
     pieces, told = layout(result.shape, mesh, parts), layout(index.shape, mesh, points)
 
-    def kernel(into: torch.Tensor, coordinate: Sequence[int], source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        part = into
-        for other, (own, span) in enumerate(zip(pieces.owned(coordinate).spans, told.owned(coordinate).spans, strict=True)):
-            if other != dim:
-                part = part.narrow(other, span.start - own.start, span.size)
-        part.scatter_add_(dim, index, source)
-        return into
+    def kernel(into: torch.Tensor, coordinate: Sequence[int], index: torch.Tensor, *source: torch.Tensor) -> torch.Tensor:
+        own, has = pieces.owned(coordinate), told.owned(coordinate)
+        common = {other: own.spans[other] & has.spans[other] for other in range(input.ndim) if other != dim}
+        if not all(span.size for span in common.values()):
+            return into
+        room = into
+        if pieces.cuts[dim]:  # what other ranks own goes into a row that is added
+            place, size = _from_zero(index, dim, result.shape[dim]), own.spans[dim].size
+            mine = (place >= own.spans[dim].start) & (place < own.spans[dim].stop)
+            index, room = torch.where(mine, place - own.spans[dim].start, size), padded(into, dim, size + 1)
+        part, taken = room, [index, *source]
+        for other, span in common.items():
+            part = part.narrow(other, span.start - own.spans[other].start, span.size)
+            taken = [each.narrow(other, span.start - has.spans[other].start, span.size) for each in taken]
+        (aten.scatter_add_ if add else aten.scatter_)(part, dim, *taken, *values)
+        return room.narrow(dim, 0, into.shape[dim]) if room is not into else into
 
-    return _combined(input, parts, kernel, shards, op is aten.scatter_add_.default, result)
+    values = [] if tensors else [source]
+    return _combined(input, parts, kernel, [dtensors.local(aligned(index, points, index.shape)), *shards], in_place, result)
+
+
+def _cropped(source: DTensor, shape: Sequence[int]) -> DTensor:
+    for dim, size in enumerate(shape):
+        source = source if source.shape[dim] == size else aten.slice.Tensor(source, dim, 0, size)
+    return source
 
 
 # Flat.
