@@ -46,7 +46,7 @@ lint: $(READY)  ## format, lint and type checks
 	$(BIN)/ruff check
 	$(if $(OTHER),@echo "types are checked with torch $(PINNED) only",$(BIN)/mypy)
 
-format: $(READY)  ## put the code in format and mend what can be mended
+format: $(READY)  ## format the code and fix what can be fixed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
