@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +73,22 @@ def test_zarr_io(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = network(torch.tensor(image))
     torch.testing.assert_close(torch.tensor(result), expected, rtol=0, atol=1e-5)  # float32: sums in another order
+
+
+def test_one_device(tmp_path: Path) -> None:
+    """Without ranks: one process decodes and trains within a budget."""
+    command = [sys.executable, str(ROOT / "examples" / "one_device.py"), "--size", "48", "--width", "8", "--volume", "16"]
+    done = subprocess.run(
+        [*command, "--memory", "12MB", "--compare"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    ((difference, scale),) = re.findall(r"largest difference from the plain decoder: (\S+) of (\S+)", done.stdout)
+    assert float(difference) < 1e-4 * float(scale)  # float32, cut and so summed in another order
+    found = {
+        name: [float(x) for x in re.findall(rf"{name}, step \d: loss (\S+)", done.stdout)] for name in ("streamed", "plain")
+    }
+    assert len(found["plain"]) == 2 and found["streamed"] == pytest.approx(found["plain"], abs=1e-4)

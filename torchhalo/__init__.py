@@ -8,6 +8,7 @@ from torchhalo.parallel.checkpoint import Checkpoints
 from torchhalo.parallel.parallelize import SpatialParallel, no_sync, parallelize, plain_state_dict, unparallelize
 from torchhalo.parallel.plain import plain_as_replicated
 from torchhalo.parallel.start import materialize
+from torchhalo.parallel.streaming.stream import stream, unstream
 from torchhalo.tools.check import check
 from torchhalo.tools.explain import explain
 from torchhalo.torch_internals.switch import disable, enable, enabled
@@ -29,9 +30,11 @@ __all__ = [
     "plain_state_dict",
     "shard",
     "store",
+    "stream",
     "strict",
     "torch_random",
     "unparallelize",
+    "unstream",
 ]
 
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -177,3 +178,22 @@ def _pixels(file: bytes) -> tuple[int, int, list[bytes]]:
     rows, long = zlib.decompress(chunks[b"IDAT"]), 3 * width + 1
     assert len(rows) == height * long and not any(rows[::long])
     return width, height, [rows[row * long + 1 : (row + 1) * long] for row in range(height)]
+
+
+def test_explain_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ["explain", "test_check:right", "--input", "1,3,64,48", "--stream"]
+    assert main([*case, "--shards", "4", "--device", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^shards +4$", shown, re.MULTILINE) and "peak on the device" in shown and "predicted time" in shown
+    assert main([*case, "--shards", "4", "--json"]) == 0
+    free = json.loads(capsys.readouterr().out)
+    assert main([*case, "--memory", str(free["resident"] + 60_000), "--json"]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    assert tight["shards"][0] > 1 and tight["peak"] <= free["resident"] + 60_000
+    for wrong, message in (
+        (case, "--stream wants --memory, --shards or both"),
+        ([*case, "--memory", "10"], "no number of shards"),
+    ):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert message in capsys.readouterr().err

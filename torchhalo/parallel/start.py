@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +54,15 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], object] | None = N
             with torch.no_grad():
                 init(module)
     return model
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of the model with parameters and buffers on the meta device, where they take no memory."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
 
 
 def allocate(model: nn.Module) -> None:

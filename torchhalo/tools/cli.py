@@ -13,12 +13,14 @@ import torch
 
 import torchhalo
 from torchhalo.parallel.arrays import placements_for
+from torchhalo.parallel.streaming.schedule import BudgetError
 from torchhalo.tools import demo, report
 from torchhalo.tools.check import TOLERANCE, check
 from torchhalo.tools.explain import DEVICES, explain, smallest_mesh
 from torchhalo.tools.explanation import Explanation
 from torchhalo.tools.launch import RankError
 from torchhalo.tools.observe import named
+from torchhalo.tools.stream_plan import BUS, plan_stream
 from torchhalo.tools.text import size_text
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in demo.TOLERANCE}
@@ -174,13 +176,42 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", choices=sorted(DEVICES), help="predict the time of a step on such devices")
     parser.add_argument("--flops", type=_amount, metavar="N", help="predict it for so many operations per second, such as 400T")
     parser.add_argument("--bandwidth", type=_amount, metavar="BYTES", help="and so many bytes per second, such as 50GB")
+    parser.add_argument(
+        "--stream", action="store_true", help="tell what torchhalo.stream would do, on one device with --memory"
+    )
+    parser.add_argument("--shards", type=_any_mesh, metavar="N[xM]", help="of --stream (default: as few as --memory allows)")
     parser.add_argument("--json", action="store_true", help="for programs")
     for kind, about in (("html", "a page to look at, layer by layer"), ("svg", "a picture"), ("png", "a picture of pixels")):
         parser.add_argument(f"--{kind}", type=_new_file, metavar="PATH", help=f"write {about}")
     parser.set_defaults(run=lambda arguments: _explain(parser, arguments))
 
 
+def _explain_stream(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.memory is None and arguments.shards is None:
+        parser.error("--stream wants --memory, --shards or both")
+    try:
+        found = plan_stream(
+            arguments.model,
+            arguments.input,
+            memory=arguments.memory or math.inf,
+            shards=arguments.shards,
+            dims=arguments.dims,
+            dtype=EXPLAINED[arguments.dtype],
+            train=arguments.train,
+            progress=lambda text: print(f"torchhalo explain: {text}", file=sys.stderr, flush=True),
+        )
+    except BudgetError as error:
+        parser.error(f"no number of shards does: {error}")
+    print(found.json() if arguments.json else found)
+    flops = arguments.flops or (DEVICES[arguments.device][0] if arguments.device else None)
+    if flops is not None and not arguments.json:
+        print(f"{'predicted time':<24}at least {found.seconds(flops, arguments.bandwidth or BUS):.2g} s")
+    return 0
+
+
 def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.stream:
+        return _explain_stream(parser, arguments)
     _must_fit(parser, arguments, arguments.mesh)
     if (arguments.flops is None) != (arguments.bandwidth is None):
         parser.error("--flops and --bandwidth go together")

@@ -57,7 +57,7 @@ def explain(
         >>> print(torchhalo.explain(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 4096, 4096), (4,)).busiest.total("sent"))
         98304
     """
-    inputs = _inputs(sample, dtype)
+    inputs = inputs_of(sample, dtype)
     cut = _cut(inputs, len(mesh), dims)
     made = named(model) if isinstance(model, str) else model
     ends = [range(size) if every_rank else sorted({0, size // 2, size - 1}) for size in mesh]
@@ -96,7 +96,7 @@ def smallest_mesh(
         >>> smallest_mesh(torch.nn.Conv2d(3, 64, 3, padding=1), (1, 3, 4096, 4096), 2 * 2**30)
         (4,)
     """
-    inputs = _inputs(sample, dtype)
+    inputs = inputs_of(sample, dtype)
     cut = _cut(inputs, axes, dims)
     made = named(model) if isinstance(model, str) else model
     mesh = [1] * axes
@@ -108,7 +108,7 @@ def smallest_mesh(
     return None
 
 
-def _inputs(sample: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs_of(sample: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """The tensors that were given, and for each shape one that takes no memory."""
     given = [sample] if isinstance(sample, torch.Tensor) or isinstance(sample[0], int) else sample
     return [x if isinstance(x, torch.Tensor) else torch.empty(tuple(x), dtype=dtype, device="meta") for x in given]

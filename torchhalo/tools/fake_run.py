@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torchhalo.exchange.plan import Exchange
 from torchhalo.parallel.arrays import shard
 from torchhalo.parallel.edges import replace_tensors
 from torchhalo.parallel.parallelize import parallelize
+from torchhalo.parallel.start import without_values
 from torchhalo.parallel.structures import tensors_in
 from torchhalo.tools.explanation import Layer, Rank
 from torchhalo.torch_internals import calls, dtensors, fake_tensors, simulation, switch, watching
@@ -40,7 +40,7 @@ def observe_rank(
         number = number * size + at
     with switch.enable(), simulation.fake_world(math.prod(mesh_shape), number):
         mesh = init_device_mesh("cpu", mesh_shape)
-        net = _without_values(model).train(train)
+        net = without_values_of(model).train(train)
         with fake_tensors.fake_tensor_mode():
             replace_tensors(net, lambda tensor: _fake(tensor, dtype))
             parallelize(net, mesh, dims=dims)
@@ -73,19 +73,15 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _without_values(model: Any) -> nn.Module:
+def without_values_of(model: Any) -> nn.Module:
     """A copy of the model with parameters and buffers that take no memory; made outside of `fake_tensor_mode`."""
     if isinstance(model, nn.Module):
-        memo: dict[int, Any] = {}
-        for tensor in [*model.parameters(), *model.buffers()]:
-            empty = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        return copy.deepcopy(model, memo)
+        return without_values(model)
     try:
         with torch.device("meta"):
             return model()
     except (RuntimeError, NotImplementedError):  # it looks at values while it is made
-        return _without_values(model())
+        return without_values_of(model())
 
 
 class _Observer(watching.TorchDispatchMode, watching.Watcher):

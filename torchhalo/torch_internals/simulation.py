@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,7 +41,9 @@ def fake_world(ranks: int, rank: int) -> Iterator[None]:
         raise RuntimeError("this process has a process group already; call it before `init_process_group`")
     # They know meshes by equality, and worlds before and after may have an equal one, seen from another rank.
     clear_stock_caches()
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks)
+    sys.excepthook = hook  # torch puts "[rank N]:" before each line of an error from now on
     try:
         yield
     finally:

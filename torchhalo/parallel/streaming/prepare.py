@@ -1,0 +1,114 @@
+"""What is known of a call from its shapes alone: the program of each shard, and the schedule of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhalo.parallel.streaming.schedule import BudgetError, Schedule, plan
+from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions
+from torchhalo.parallel.streaming.trace import Call, Program, Returned, trace
+from torchhalo.parallel.structures import tensors_in
+
+
+class Prepared(NamedTuple):
+    """What is known of a call from its shapes alone.
+
+    Attributes:
+        shards: How many there are along each dim.
+        resident: Bytes that are always on the device: parameters, their gradients, buffers and constants.
+    """
+
+    shards: tuple[int, ...]
+    programs: list[Program]
+    steps: list[Steps]
+    schedule: Schedule
+    returned: Returned
+    resident: int
+
+
+#: With a budget and no number of shards: the most that are tried along a dim.
+MOST_SHARDS = 1024
+
+
+def search(call: Call, shards: Sequence[int] | None, dims: Sequence[int] | None, budget: float) -> Prepared:
+    """The call over ``shards``, or, if there are none given, over as few as the budget allows.
+
+    Raises:
+        BudgetError: The budget allows none.
+    """
+    if shards is not None:
+        return prepare(call, shards, dims, budget)
+    cut = tuple(dims or (2,))
+    counts = [1] * len(cut)
+    shape = next((tuple(x.shape) for x in tensors_in((call.args, call.kwargs))), ())
+    left = budget - resident_bytes(call)
+    while True:
+        try:
+            needed = least_bytes(trace(call, counts, prod(counts) // 2, dims)[0])  # before all others are traced
+            if needed > left:
+                held = f"{resident_bytes(call):,} of them by parameters, their gradients and buffers"
+                raise BudgetError(
+                    f"{resident_bytes(call) + needed:,} bytes are needed at a time, {held}; the budget is {budget:,}"
+                )
+            return prepare(call, counts, dims, budget)
+        except BudgetError:
+            if left < 0:
+                raise
+            sizes = [shape[dim] / count if shape else 0 for dim, count in zip(cut, counts, strict=True)]
+            longest = max(range(len(counts)), key=sizes.__getitem__)
+            if sizes[longest] < 2 or counts[longest] >= MOST_SHARDS:
+                raise
+            counts[longest] *= 2
+
+
+def resident_bytes(call: Call) -> int:
+    """What always lies on the device: parameters, buffers, and, in training, gradients of parameters."""
+    total = sum(x.nbytes for x in [*call.model.parameters(), *call.model.buffers()])
+    return total + (sum(p.nbytes for p in call.model.parameters() if p.requires_grad) if call.backward else 0)
+
+
+def least_bytes(program: Program) -> int:
+    """The most that one instruction reads and makes, without what is resident."""
+    resident = {view.storage for view in program.model.values()} | set(program.constants)
+    needed = (program.instructions[number] for number in needed_instructions(program))
+    used = (instruction.reads | instruction.writes | instruction.makes for instruction in needed)
+    return max((sum(program.sizes[storage] for storage in each - resident) for each in used), default=0)
+
+
+def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budget: float) -> Prepared:
+    """Trace all shards and plan what the device does."""
+    found = [trace(call, shards, rank, dims) for rank in range(prod(shards))]
+    programs, returned = [program for program, _ in found], found[0][1]
+    steps = all_steps(programs)
+    sizes = {Memory(n, s): size for n, program in enumerate(programs) for s, size in enumerate(program.sizes)}
+    given = {
+        Memory(n, piece.view.storage)
+        for n, program in enumerate(programs)
+        for piece in [*program.inputs.values(), *program.seeds.values()]
+    }
+    given |= {Memory(n, view.storage) for n, program in enumerate(programs) for view in program.model.values()}
+    resident = resident_bytes(call) + sum(value.nbytes for program in programs for value in program.constants.values())
+    schedule = plan([each.steps for each in steps], [each.forward for each in steps], sizes, budget - resident, given)
+    return Prepared(tuple(shards), programs, steps, schedule, returned, resident)
+
+
+def key_of(call: Call) -> object:
+    """All on which what a call does may depend, but for values."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = None if value.is_meta else value.tolist()
+            return tuple(value.shape), value.stride(), value.dtype, known
+        if isinstance(value, dict):
+            return tuple((key, describe(item)) for key, item in value.items())
+        return tuple(map(describe, value)) if isinstance(value, (list, tuple)) else repr(value)
+
+    modes = tuple(module.training for module in call.model.modules())
+    held = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in call.model.named_parameters())
+    kind = call.device.type
+    cast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return describe((call.args, call.kwargs)), call.device, call.backward, call.wanted, modes, held, cast
