@@ -21,7 +21,7 @@ from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
 from torchhalo.parallel.structures import mapped, ordinary, tensors_in
-from torchhalo.torch_internals import collectives, process_groups
+from torchhalo.torch_internals import collectives, process_groups, switch
 
 Inputs = Literal["whole", "shard"]
 Outputs = Literal["sharded", "whole"]
@@ -64,6 +64,10 @@ class Edges:
         copied = memo[id(self)] = Edges(self.mesh, self.dims, self.inputs, self.outputs, self.methods)
         copied.wrapped, copied._shares = self.wrapped, self._shares
         return copied
+
+    def __reduce__(self) -> Any:
+        """In a file: what is to be around the model where it is loaded, on a mesh of the same shape there."""
+        return _loaded, (self.mesh, self.dims, self.inputs, self.outputs, self.methods, self.wrapped, self._shares)
 
     def attach(self, model: nn.Module) -> None:
         """Replicate what nobody else keeps, and put hooks on the model and its modules."""
@@ -189,6 +193,15 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         edges = edges_of(self.model)
         return self.__wrapped__(*args, **kwargs) if edges is None else edges.call(self.model, self.__wrapped__, args, kwargs)
+
+
+def _loaded(mesh: DeviceMesh, dims: Any, inputs: Inputs, outputs: Outputs, methods: Any, wrapped: bool, shares: bool) -> Edges:
+    switch.enable()
+    edges = Edges(mesh, dims, inputs, outputs, methods)
+    edges.wrapped, edges._shares = wrapped, shares
+    if inputs == "whole":
+        permit(mesh)
+    return edges
 
 
 def _description(tensor: torch.Tensor) -> str:

@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import unserializable_hook
 
 from torchhalo.torch_internals import autograd, collectives, dtensors
 
 #: How many bytes of gradients are summed by one collective: few enough that the first leave while backward goes on.
 BUCKET = 8 * 2**20
-MARK = "_torchhalo_watched"  # of a parameter that has hooks: its id
+MARK = "_torchhalo_watched"  # of a parameter that has hooks
 
 
 class Reducer:
@@ -46,10 +47,11 @@ class Reducer:
         others = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for parameter in new:
             if parameter.device_mesh == self.mesh and id(parameter) not in others:
-                setattr(parameter, MARK, id(parameter))
+                setattr(parameter, MARK, _Mark(id(parameter)))
                 parameter.register_hook(self._arrive)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
+    @unserializable_hook
     def _arrive(self, grad: torch.Tensor) -> None:
         if self.on:
             self._pass()
@@ -68,9 +70,23 @@ class Reducer:
         return running
 
 
+class _Mark:
+    """The mark of the parameter with this id; copies and files have none.
+
+    A weak reference to the parameter would keep torch from moving it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def _watched(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has hooks. A copy has the mark of the original; a weak reference would keep torch from moving it."""
-    return getattr(parameter, MARK, None) == id(parameter)
+    """Whether a parameter has hooks."""
+    mark = getattr(parameter, MARK, None)
+    return mark is not None and mark.number == id(parameter)
 
 
 class _Piece(NamedTuple):
