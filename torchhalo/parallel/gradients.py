@@ -51,7 +51,7 @@ class Reducer:
                 parameter.register_hook(self._arrive)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def _arrive(self, grad: torch.Tensor) -> None:
         if self.on:
             self._pass()
