@@ -120,6 +120,8 @@ switch.when_disabled.append(_forbid)
 
 def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` with DTensors and, if their mesh permits that, plain tensors."""
+    if func is torch.Tensor.numpy:
+        return _as_array(*args, **kwargs)
     if func in _AS_THEY_ARE or not _any_plain((args, kwargs)):
         return func(*args, **kwargs)
     mesh = _mesh((args, kwargs))
@@ -131,6 +133,16 @@ def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return func(*args, **kwargs)
     finally:
         dtensors.replicate_implicitly(before)
+
+
+def _as_array(tensor: DTensor, **kwargs: Any) -> Any:
+    """What metrics that leave torch for NumPy, SciPy or C++ compute with: only what all ranks have anyway."""
+    if any(placement != Replicate() for placement in tensor.placements):
+        raise TypeError(
+            f"numpy: each rank has a part of this tensor of shape {tuple(tensor.shape)}; call `tensor.full_tensor()` first, "
+            "which gathers all of it on every rank (metrics of surfaces and rankings need that)"
+        )
+    return dtensors.local(tensor).numpy(**kwargs)
 
 
 def _alike(
