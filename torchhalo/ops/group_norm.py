@@ -16,6 +16,7 @@ from torchhalo.ops.normalization import Placements, channel_placements, non_memb
 from torchhalo.ops.reduction import Reduction
 from torchhalo.ops.statistics import deviations, merged, products, wide
 from torchhalo.torch_internals import collectives, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.redistribution import local_as
 from torchhalo.torch_internals.tracing import depend_if_empty
 
@@ -75,7 +76,7 @@ def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         groups = _groups(over, coordinate, count)
         rest, center, (means, squares) = deviations(shard, spatial)
         # from channels to groups, as from ranks to all
-        mean = groups.sum(means) / means.new_tensor(groups.lengths()).clamp(min=1)
+        mean = groups.sum(means) / constant([max(1, length) for length in groups.lengths()], means)
         apart = (means - groups.spread(mean, shard.ndim)).square() * _size(shard.shape[2:])
         return rest, center, torch.stack([mean, groups.sum(squares + apart)])
 

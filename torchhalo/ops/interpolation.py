@@ -22,6 +22,7 @@ from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward
 from torchhalo.geometry import Intervals, Span
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers
+from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
 
@@ -302,14 +303,14 @@ def _embedded(grad: torch.Tensor, sizes: Sequence[int], part: Sequence[slice]) -
 def _weighted(tensor: torch.Tensor, dim: int, weights: list[float]) -> torch.Tensor:
     if all(weight == 1 for weight in weights):
         return tensor
-    return tensor * tensor.new_tensor(weights).view(-1, *[1] * (tensor.ndim - dim - 1))
+    return tensor * constant(weights, tensor).view(-1, *[1] * (tensor.ndim - dim - 1))
 
 
 def _gather(region: torch.Tensor, dim: int, taps: Taps, task: Task) -> torch.Tensor:
     """The rank's outputs along ``dim``: the sum over the taps of what they read, times their weight."""
     origin, out = task.held(dim).start, None
     for reads, weights in taps.table(task.outputs.spans[dim]):
-        index = torch.tensor([i - origin for i in reads], device=region.device)
+        index = constant([i - origin for i in reads], region, torch.int64)
         part = _weighted(region.index_select(dim, index), dim, weights)
         out = part if out is None else out.add_(part)
     assert out is not None
@@ -321,7 +322,7 @@ def _scatter(grad: torch.Tensor, dim: int, taps: Taps, task: Task) -> torch.Tens
     held = task.held(dim)
     out = grad.new_zeros([held.size if d == dim else size for d, size in enumerate(grad.shape)])
     for reads, weights in taps.table(task.outputs.spans[dim]):
-        index = torch.tensor([i - held.start for i in reads], device=grad.device)
+        index = constant([i - held.start for i in reads], grad, torch.int64)
         out.index_add_(dim, index, _weighted(grad, dim, weights))
     return out
 

@@ -10,6 +10,7 @@ import torch
 
 from torchhalo.exchange.memory import canonical, memory_format
 from torchhalo.torch_internals import tracing
+from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
 
@@ -79,7 +80,7 @@ def merged(parts: torch.Tensor, counts: Sequence[Any]) -> tuple[torch.Tensor, to
     means, squares = parts.unbind(1)
     if len(counts) == 1:
         return means[0], squares[0]
-    count = parts.new_tensor(counts)
+    count = constant(counts, parts)
     count = count.view(len(counts), *[1] * (means.ndim - count.ndim), *count.shape[1:])
     share = count / count.sum(0)
     center = (share * means).sum(0)
