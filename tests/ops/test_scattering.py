@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
+from harness import DEVICE, Pool, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from memory import memories
@@ -195,24 +194,25 @@ def test_a_flat_table(dim: int) -> None:
         )
 
 
+def check_masks(placement: Replicate | Shard) -> None:
+    mesh = mesh_of((3,))
+    x, mask = torch.randn(4, 5, 3, dtype=torch.float64), torch.rand(4, 5) > 0.4
+    values = torch.randn(int(mask.sum()), 3, dtype=torch.float64)
+
+    def read_and_write(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        inside = distribute_tensor(mask, mesh, [Replicate()]) if isinstance(x, DTensor) else mask
+        y = x * 2
+        y[inside] = values
+        return y[inside] * x[:, :, 0][inside].unsqueeze(-1) + values
+
+    with torchhalo.strict():
+        assert_parity(read_and_write, [x, values], mesh, [[placement], [Replicate()]])
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
-def test_masks(placement: Replicate | Shard) -> None:
-    with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
-        with maybe_disable_local_tensor_mode():
-            x = torch.randn(4, 5, 3, dtype=torch.float64)
-            mask = torch.rand(4, 5) > 0.4
-            values = torch.randn(int(mask.sum()), 3, dtype=torch.float64)
-
-        def read_and_write(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            inside = distribute_tensor(mask, mesh, [Replicate()]) if isinstance(x, DTensor) else mask
-            y = x * 2
-            y[inside] = values
-            return y[inside] * x[:, :, 0][inside].unsqueeze(-1) + values
-
-        with pytest.warns(torchhalo.exchange.gathers.GatherWarning) if placement == Shard(1) else contextlib.nullcontext():
-            torchhalo.exchange.gathers.forget()
-            assert_parity(read_and_write, [x, values], mesh, [[placement], [Replicate()]])
+def test_masks(pool: Callable[[int], Pool], placement: Replicate | Shard) -> None:
+    """On processes, as each rank waits for how many elements the others chose."""
+    pool(3).run(check_masks, placement)
 
 
 @pytest.mark.parametrize(
