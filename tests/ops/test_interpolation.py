@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,16 @@ def train(compiled: bool) -> None:
     function = torch.compile(resized, backend="aot_eager", fullgraph=True) if compiled else resized
     function(sharded).square().sum().backward()
     torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size, output", [((2, 3), (4, 2)), ((2, 1), (5, 3)), ((5, 4), (2, 5))])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiasing_of_shards_of_one_column(mode: str, size: tuple[int, int], output: tuple[int, int]) -> None:
+    """Torch's kernel on a CPU repeats the first row of an image of one column; a shard of one column must not."""
+    with simulated(2):
+        x = torch.randn(2, 3, *size, dtype=torch.float64, device=DEVICE)
+        function = partial(F.interpolate, size=output, mode=mode, antialias=True)
+        assert_parity(function, [x], init_device_mesh(DEVICE, (2,)), [[Shard(3)]])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

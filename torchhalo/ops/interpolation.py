@@ -267,8 +267,17 @@ class _Call(NamedTuple):
             out = _gather(out, dim, self.relations[dim], task)
         if len(tapped) < len(self.relations):
             _, makes, scales, part = self.local(task)
-            out = self.kind.op(out, makes, *self.corners, *scales)[tuple(part)]
+            out = self._kernel(out, makes, scales)[tuple(part)]
         return out.to(region.dtype)
+
+    def _kernel(self, x: torch.Tensor, makes: list[int], scales: list[float | None]) -> torch.Tensor:
+        """Plain torch's kernel. Antialiasing on a CPU repeats the first row of an image of one column: such a part is turned.
+
+        Where the whole image has one column, it has plain torch's numbers.
+        """
+        if self.kind.mode.endswith("_aa") and x.shape[-1] == makes[-1] == 1 < self.relations[x.ndim - 1].outputs:
+            return self.kind.op(x.mT, makes[::-1], *self.corners, *scales[::-1]).mT
+        return self.kind.op(x, makes, *self.corners, *scales)
 
     def backward(self, grad: torch.Tensor, task: Task) -> torch.Tensor:
         """The kernel of `windowed.adjoint`."""
