@@ -204,6 +204,13 @@ def traffic(function: Op, size: int) -> tuple[list[tuple[str, int]], list[tuple[
         return [(s.name, s.received[0]) for s in forward], [(s.name, s.received[0]) for s in backward]
 
 
+def test_extrema_of_empty_shards() -> None:
+    """Some ranks hold nothing along a dim that stays: they must come through as the others do."""
+    with simulated(4):
+        x = torch.randn(1, 1, 1, 3, dtype=torch.float64, device=DEVICE)
+        assert_parity(lambda x: x.max(3, keepdim=True)[0], [x], init_device_mesh(DEVICE, (2, 2)), [[Shard(2), Shard(3)]])
+
+
 @pytest.mark.parametrize("name", TRAFFIC)
 @pytest.mark.parametrize("size", [9, 7, 4])
 def test_only_results_travel(name: str, size: int) -> None:

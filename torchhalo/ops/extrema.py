@@ -178,8 +178,8 @@ def _located(input: DTensor, over: Reduction, largest: bool) -> tuple[torch.Tens
         shape = [1 if dim in over.dims else size for dim, size in enumerate(shard.shape)]
         sizes = [prod(shape) * 8, prod(shape) * shard.element_size()]
         bytes_of_index, bytes_of_value = parts[filled].split(sizes, 1)
-        values = bytes_of_value.contiguous().view(shard.dtype).view(len(filled), *shape)
-        indices = bytes_of_index.contiguous().view(torch.int64).view(len(filled), *shape)
+        values = bytes_of_value.reshape(-1).view(shard.dtype).view(len(filled), *shape)
+        indices = bytes_of_index.reshape(-1).view(torch.int64).view(len(filled), *shape)
         best = reduce(values, [0])
         same = (values == best) | values.isnan()
         return best.squeeze(0), torch.where(same, indices, torch.iinfo(torch.int64).max).amin(0)
