@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -168,3 +169,23 @@ def check_unet(backend: str) -> None:
 @pytest.mark.slow
 def test_a_training_step_of_a_unet_compiles_without_a_graph_break(pool) -> None:
     pool(2).run(check_unet, "aot_eager")
+
+
+def check_plain_input() -> None:
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    model = torchhalo.parallelize(Small().double(), mesh)
+    image = torch.randn(1, 1, 24, 10, dtype=torch.float64)
+    expected = model(image).full_tensor()
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = torch.compile(model, backend="aot_eager", fullgraph=True)(image)
+        result.sum().backward()
+    # What torch says of a tensor with hooks around it is its own.
+    assert not [w for w in caught if "cache" in str(w.message) or "torchhalo" in w.filename], caught
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=0, atol=1e-9)
+
+
+def test_a_plain_tensor_is_sharded_inside_the_graph_without_a_warning(pool) -> None:
+    pool(2).run(check_plain_input)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.geometry import Box, Span, chunks
+from torchhalo.geometry import Box, Span, cached_chunks, chunks
 
 
 class Layout(NamedTuple):
@@ -32,7 +33,8 @@ class Layout(NamedTuple):
 
     def parts(self, dim: int) -> tuple[Span, ...]:
         """The spans into which ``dim`` is cut, one per combination of coordinates along its axes, in row-major order."""
-        return chunks(self.shape[dim], tuple(self.mesh_shape[axis] for axis in self.cuts[dim]))
+        cut = chunks if torch.compiler.is_compiling() else cached_chunks  # dynamo warns of caches, and looks through them
+        return cut(self.shape[dim], tuple(self.mesh_shape[axis] for axis in self.cuts[dim]))
 
     def part(self, dim: int, coordinate: Sequence[int]) -> int:
         """Which of ``parts(dim)`` the rank at ``coordinate`` owns."""
@@ -55,19 +57,19 @@ def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
     """
     cuts: list[tuple[int, ...]] = [() for _ in shape]
     for axis, placement in enumerate(placements):
-        if type(placement) is Shard:
+        if isinstance(placement, Shard):
             cuts[placement.dim] += (axis,)
         elif not isinstance(placement, (Partial, Replicate)):
             raise NotImplementedError(
                 f"torchhalo knows Shard, Replicate and Partial, got {placement!r} on mesh axis {axis}: "
                 "redistribute the tensor to one of these first"
             )
-    return Layout(tuple(map(int, shape)), tuple(mesh.shape), tuple(cuts))
+    return Layout(tuple(map(int, shape)), mesh.shape, tuple(cuts))
 
 
 def has_layout(tensor: DTensor) -> bool:
     """Whether all placements are such that a rank's shard is a box."""
-    return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in tensor.placements)
+    return all(isinstance(p, (Shard, Replicate, Partial)) for p in tensor.placements)
 
 
 def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:

@@ -4,7 +4,7 @@ Knows nothing of torch: no import of it, no tensors, no ranks.
 """
 
 from torchhalo.geometry.relations import Intervals, Piece, Pieces, Relation
-from torchhalo.geometry.spans import Box, Grid, Span, boxes, chunks, hull, merge, shell
+from torchhalo.geometry.spans import Box, Grid, Span, boxes, cached_chunks, chunks, hull, merge, shell
 from torchhalo.geometry.windows import Mirror, Window, crop, overhang
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Span",
     "Window",
     "boxes",
+    "cached_chunks",
     "chunks",
     "crop",
     "hull",

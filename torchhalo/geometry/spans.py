@@ -152,7 +152,6 @@ def hull(runs: Iterable[Span]) -> Span:
     return Span(min(run.start for run in runs), max(run.stop for run in runs)) if runs else Span(0, 0)
 
 
-@lru_cache(maxsize=256)
 def chunks(size: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
     """The parts of ``range(size)`` after `torch.chunk` into ``counts[0]`` parts, each of these into ``counts[1]``, and so on.
 
@@ -169,3 +168,6 @@ def chunks(size: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
             finer += [Span(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(count)]
         parts = finer
     return tuple(parts)
+
+
+cached_chunks = lru_cache(maxsize=256)(chunks)

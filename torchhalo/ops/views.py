@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def _plain(input: DTensor) -> bool:
     """Whether the placements are those that torchhalo knows; stock views and FSDP make others."""
-    return all(type(p) is Shard or isinstance(p, (Replicate, Partial)) for p in input.placements)
+    return all(isinstance(p, (Shard, Replicate, Partial)) for p in input.placements)
 
 
 @handlers.register(
