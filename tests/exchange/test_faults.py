@@ -130,7 +130,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def faults(rank: Rank, number: int, docs: str) -> None:
+def faults(rank: Rank, number: int, docs: str, folder: Path) -> None:
     """One after the other; where ranks compare, nothing is sent after a difference, and they go on in the same world."""
     torchhalo.enable()
     rank.case("ready", nothing)
@@ -163,16 +163,19 @@ def faults(rank: Rank, number: int, docs: str) -> None:
     debug.compare(False)
     mesh = rank.join(2)
     model = net(mesh)
-    # What holds without a comparison: gloo ends the process that is sent more than it expects, here the first, and says nothing
-    # to one that is sent less, which learns of it at the next op.
+    # What holds without a comparison: gloo ends the process that is sent more than it expects, here the first, which then
+    # prints where it was, and says nothing to one that is sent less, which learns of it at the next op.
+    os.dup2(os.open(folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT), 2)
     rank.case("shape, not compared", lambda: step(model, mesh, (1, 2, 12, 12 + number)))
 
 
 @pytest.mark.slow
 def test_other_ranks_end_in_time_and_say_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHHALO_DEBUG", "1")
-    ended = run(tmp_path, faults, snippet("training", "Faults"))
+    ended = run(tmp_path, faults, snippet("training", "Faults"), tmp_path)
     assert [each.status for each in ended] == [-signal.SIGABRT, 0, -signal.SIGKILL]
+    trace = (tmp_path / "0.stderr").read_text()
+    assert all(text in trace for text in ("Fatal Python error: Aborted", "/torchhalo/ops/", " in forward", " in step")), trace
 
     image, wider, double = (
         f"{shape} {dtype} Shard(dim=2)"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import io
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -53,7 +56,24 @@ def submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.Process
 
 def _submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     members, places = cached_on_mesh(mesh, _submesh, axes)
+    if mesh.device_type == "cpu":
+        _trace_aborts()
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
+
+
+def _trace_aborts() -> None:
+    """Let a process that gloo ends say where it was.
+
+    Gloo ends a process that is sent more than it expects, as where one rank has another kernel, from a thread in which no error
+    can be raised. Python's trace is printed then, which ends at the op. Sizes cannot be compared by another collective
+    instead: only on first use would that cost nothing, and ranks need not meet a shape for the first time together.
+    """
+    if not faulthandler.is_enabled():
+        try:
+            faulthandler.enable()
+        except (AttributeError, ValueError, io.UnsupportedOperation):  # stderr is no file, as in a notebook
+            if sys.__stderr__ is not None:
+                faulthandler.enable(sys.__stderr__)
 
 
 def submesh_positions(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
