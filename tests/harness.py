@@ -71,14 +71,15 @@ def simulated(ranks: int) -> Iterator[None]:
 class Pool:
     """Gloo processes that run functions of the test modules, the same on every rank."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, timeout: int = TIMEOUT):
+        self._timeout = timeout
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name, timeout), daemon=True)
             with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # gloo is for the CPU
                 os.environ.pop("TORCHHALO_TEST_DEVICE", None)
                 process.start()
@@ -93,7 +94,7 @@ class Pool:
             pipe.send((function, args))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT if not failures else 10):
+            if not pipe.poll(self._timeout if not failures else 10):
                 failures.append(f"rank {rank} did not answer")
                 continue
             answered, value = pipe.recv()
@@ -112,10 +113,10 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, rank: int, ranks: int, folder: str) -> None:
+def _serve(pipe: Any, rank: int, ranks: int, folder: str, timeout: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     while True:
         function, args = pipe.recv()
         try:
