@@ -53,8 +53,9 @@ format: $(READY)  ## format the code and fix what can be fixed
 demo: $(READY)  ## train on an image sharded over two local processes, beside one process
 	$(BIN)/torchhalo demo
 
-models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (two hours)
-	$(BIN)/python -m models --output docs/models.md
+# In the environment of `setup`, which has the libraries. Results are kept in build/models: a run that was stopped goes on from there.
+models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (hours)
+	$(BIN)/python -m models --jobs 2 --output docs/models.md
 
 docs: $(DOCS)/.ready  ## build the site of docs/ in site/; a warning, such as of a broken link, fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

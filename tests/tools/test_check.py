@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchhalo
+from torchhalo.tools.check import _difference
 from torchhalo.tools.cli import main
 
 pytestmark = pytest.mark.slow
@@ -147,11 +148,13 @@ def mixed_backward() -> nn.Module:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks start as copies of a process that has imported torch; a start of their own takes seconds for each."""
 
-    def start(function: Callable[..., None], args: tuple[object, ...], nprocs: int, **options: bool) -> object:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-        return torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver", **options)
+    start = torch.multiprocessing.start_processes
 
-    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+    def forked(*args: object, **options: object) -> object:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+        return start(*args, **options | {"start_method": "forkserver"})
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", forked)
 
 
 def test_a_right_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,3 +245,11 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         main(["check", *arguments, "--mesh", "2x2"])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_infinities_that_are_equal_do_not_differ() -> None:
+    """A buffer may hold a limit that nothing has set yet."""
+    limits = torch.tensor([-math.inf, 2.0, math.inf])
+    assert _difference(limits, limits.clone()) == 0.0
+    assert _difference(limits, torch.tensor([-math.inf, 3.0, math.inf])) == 0.5
+    assert _difference(limits, -limits) == math.inf == _difference(limits, limits / 0 * 0)

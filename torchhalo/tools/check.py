@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhalo.tools.launch import RankError, on_ranks
-from torchhalo.tools.observe import Case, Gradient, ModelError, observe
+from torchhalo.tools.observe import Case, Gradient, ModelError, Seen, observe
 from torchhalo.tools.remedies import remedy
 from torchhalo.tools.text import size_text
 
@@ -136,12 +136,17 @@ def check(
         progress("one process")
         (alone,) = on_ranks(observe, 1, case, None)
     except RankError as error:
-        return _failed(shape, tolerance, f"in one process already: {_reason(error)}")
+        return failed(shape, tolerance, f"in one process already: {reason(error)}")
     try:
         progress(f"{math.prod(shape)} ranks, mesh {size_text(shape)}")
         seen = on_ranks(observe, math.prod(shape), case, shape)
     except RankError as error:
-        return _failed(shape, tolerance, _reason(error))
+        return failed(shape, tolerance, reason(error))
+    return compared(shape, tolerance, alone, seen)
+
+
+def compared(shape: tuple[int, ...], tolerance: float, alone: Seen, seen: list[Seen]) -> Report:
+    """What one process and the ranks of a mesh saw, side by side."""
     differences = _differences(alone.values, seen[0].values)
     return Report(
         shape,
@@ -159,11 +164,12 @@ def check(
     )
 
 
-def _failed(shape: tuple[int, ...], tolerance: float, error: str) -> Report:
+def failed(shape: tuple[int, ...], tolerance: float, error: str) -> Report:
+    """Of a model that raised."""
     return Report(shape, {}, tolerance, None, None, [], 0, [], 0, [], error, remedy(error))
 
 
-def _reason(error: RankError) -> str:
+def reason(error: RankError) -> str:
     """What the rank has to say of the model; of its other errors, all."""
     return error.reason.removeprefix(f"{ModelError.__name__}: ")
 
@@ -227,8 +233,10 @@ def _difference(expected: torch.Tensor | None, found: torch.Tensor | None) -> fl
         return math.inf
     if not expected.numel():
         return 0.0
-    scale = max(1.0, float(expected.abs().max()))
-    worst = float((expected.double() - found.double()).abs().max()) / scale
+    expected, found = expected.double(), found.double()
+    # Infinities may be equal: of a buffer that holds a limit, for example.
+    worst = float(torch.where(expected == found, 0.0, (expected - found).abs()).max())
+    worst /= max(1.0, float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max()))
     return worst if math.isfinite(worst) else math.inf
 
 

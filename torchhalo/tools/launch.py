@@ -34,21 +34,26 @@ class RankError(RuntimeError):
         self.rank, self.reason, self.trace = rank, reason, trace
 
 
-def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, timeout: timedelta = TIMEOUT) -> list[Any]:
+def on_ranks(
+    work: Callable[..., Any], ranks: int, *args: Any, timeout: timedelta = TIMEOUT, method: str = "spawn"
+) -> list[Any]:
     """``work(*args)`` in ``ranks`` new processes that are joined by gloo; what each returned.
 
     Every process is started for it alone and ended with it, also if another fails or this one is interrupted.
 
     Args:
         work: A function of a module; it and ``args`` are pickled, what it returns goes through a file.
+        timeout: Of a collective.
+        method: How processes are started, as for `multiprocessing.get_context`. Those that are forked have what is imported
+            here; nothing may have run in parallel here before.
 
     Raises:
         RankError: The first rank that raised.
     """
     with tempfile.TemporaryDirectory() as folder:
         with _frugal_heap():
-            processes = torch.multiprocessing.spawn(
-                _serve, args=(ranks, folder, timeout, work, args), nprocs=ranks, join=False, daemon=True
+            processes = torch.multiprocessing.start_processes(
+                _serve, (ranks, folder, timeout, work, args), ranks, join=False, daemon=True, start_method=method
             )
         assert processes is not None
         try:

@@ -97,7 +97,8 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     switch.enable()
     mesh = init_device_mesh("cpu", mesh_shape or (1,))
     torch.manual_seed(case.seed)
-    model = _made(case.model).to(case.dtype).train(case.train)
+    with Uncast(case.dtype):
+        model = _made(case.model).to(case.dtype).train(case.train)
     generator = torch.Generator().manual_seed(case.seed)
     inputs = [_input(sample, case.dtype, generator) for sample in case.sample]
     _warm_up(mesh, case.dtype)
@@ -310,7 +311,7 @@ class Uncast(watching.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.float32 and args[0].dtype is self._dtype:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = self._dtype
         return func(*args, **kwargs)
 
