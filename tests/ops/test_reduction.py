@@ -337,3 +337,20 @@ def test_a_result_that_meets_its_input_again_does_not_gather_it(function: Callab
         with maybe_disable_local_tensor_mode():
             x = torch.randn(2, 3, 8, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         assert_parity(function, [x], mesh, [[Shard(2), Shard(3)]])
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1), Shard(2), Shard(3)])
+def test_a_softmax_of_masked_rows(placement: Replicate | Shard) -> None:
+    """Rows of which all is masked are zero."""
+    with simulated(3):
+        mesh = init_device_mesh("cpu", (3,))
+        with maybe_disable_local_tensor_mode():
+            x, mask = torch.randn(2, 4, 6, 5, dtype=torch.float64), torch.zeros(2, 4, 6, 5, dtype=torch.bool)
+            mask[0, 1, :, 2], mask[1, :, :3] = True, True
+
+        def softmax(x: torch.Tensor) -> torch.Tensor:
+            hidden = shard(mask, mesh, [placement]) if isinstance(x, DTensor) else mask
+            return torch.ops.aten._safe_softmax(x.masked_fill(hidden, -math.inf), 2)
+
+        with torchhalo.strict():
+            assert_parity(softmax, [x], mesh, [[placement]])

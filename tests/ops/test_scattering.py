@@ -84,6 +84,7 @@ def test_random_reads(data: st.DataObject) -> None:
             placements,
             needs_grad=[True, *[False] * len(indices)],
             long_strides=True,
+            memory=data.draw(memories(1 + len(indices))),
         )
 
 
@@ -120,6 +121,9 @@ def test_random_writes(data: st.DataObject) -> None:
             ],
             needs_grad=[True, True, *[False] * len(indices)],
             long_strides=True,
+            memory=data.draw(
+                memories(2 + len(indices)).filter(lambda each: accumulate or not each or not any(m.repeated for m in each[2:]))
+            ),
         )
 
 
@@ -141,6 +145,22 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "cumprod of zeros": lambda x, i, v: x.index_fill(1, i[:1], 0).cumprod(1).index_select(1, i) * v,
     "scatter_add_": lambda x, i, v: (x * 1).scatter_add_(1, i[None, :, None].expand(3, -1, 4), v),
 }
+
+
+def test_an_index_without_dims() -> None:
+    """Beside one with dims: torch's fake tensors, of which shapes are learned, forget these."""
+    with simulated(2):
+        with maybe_disable_local_tensor_mode():
+            x, i, j = torch.randn(5, 3, 2, dtype=torch.float64), torch.tensor([4, 0, 0, 2]), torch.tensor(1)
+        placements = [[Shard(1)], [Replicate()], [Replicate()]]
+        for where in (lambda i, j: [i, None, j], lambda i, j: [j, None, i % 2], lambda i, j: [j]):
+            assert_parity(
+                lambda x, i, j: torch.ops.aten.index(x, where(i, j)).sin(),  # noqa: B023
+                [x, i, j],
+                init_device_mesh("cpu", (2,)),
+                placements,
+                needs_grad=[True, False, False],
+            )
 
 
 @random
@@ -268,6 +288,7 @@ def test_random_embeddings(data: st.DataObject) -> None:
             init_device_mesh(DEVICE, mesh),
             [[data.draw(st.sampled_from([Replicate(), Shard(1)])) for _ in mesh], layouts(data, len(points), mesh, False)],
             needs_grad=[True, False],
+            memory=data.draw(memories(2)),
         )
 
 

@@ -46,6 +46,8 @@ def prepared(input: Any, given: Sequence[Any], *others: Any) -> tuple[DTensor, l
                 f"{shape} at index {dim + place}"
             )
         indices += _places(index)
+    if any(index is not None and index.ndim for index in indices):  # fake tensors forget the others behind one without dims
+        indices = [aten.unsqueeze.default(t, 0) if t is not None and not t.ndim else t for t in indices]
     return dtensors.replicated(input, mesh), indices, [dtensors.replicated(t, mesh) for t in others]
 
 

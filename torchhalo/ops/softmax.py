@@ -55,6 +55,16 @@ def softmax(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return dtensors.wrap(simulation.per_rank(finish, parts, shard), over.mesh, input.placements, result)
 
 
+@handlers.register(aten._safe_softmax.default, traffic="that of softmax, and whether all is masked")
+def safe_softmax(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten._safe_softmax``, which is zero where all of a row is masked by -inf."""
+    input, dim, dtype = handlers.bind(op, args, kwargs)
+    fake_tensors.plain_result(op, input, dim, dtype)
+    input = redistribution.reduce_partial(input if dtype is None else aten._to_copy.default(input, dtype=dtype))
+    masked = aten.all.dim(aten.eq.Scalar(input, -inf), dim, True)
+    return aten.masked_fill.Scalar(aten._softmax.default(input, dim, False), masked, 0.0)
+
+
 @handlers.register(
     aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
