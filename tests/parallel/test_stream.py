@@ -78,6 +78,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         ({"shards": (2, 3), "dims": (3, 2)}, (1, 2, 22, 16)),
     ],
 )
+@pytest.mark.slow
 def test_a_training_step_is_that_of_the_plain_model(how: dict[str, Any], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain, streamed = plain_and_streamed(Net(), **how)
@@ -89,6 +90,7 @@ def test_a_training_step_is_that_of_the_plain_model(how: dict[str, Any], shape: 
 
 
 @pytest.mark.parametrize("name", ["FPN", "MONAI UNet (3-d)"])
+@pytest.mark.slow
 def test_networks_of_the_field(name: str) -> None:
     torch.manual_seed(0)
     made = ZOO[name]
@@ -97,6 +99,7 @@ def test_networks_of_the_field(name: str) -> None:
     assert_same(step(streamed, *inputs), step(plain, *inputs))
 
 
+@pytest.mark.slow
 def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by what the executor really holds, with weights, their gradients and constants on top."""
     from torchhalo.parallel.streaming import execute
@@ -126,6 +129,7 @@ def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepared[-1].schedule.moved > prepared[0].schedule.moved
 
 
+@pytest.mark.slow
 def test_as_few_shards_as_the_budget_allows() -> None:
     torch.manual_seed(0)
     plain = Net().double().eval()
