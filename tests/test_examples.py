@@ -92,3 +92,23 @@ def test_one_device(tmp_path: Path) -> None:
         name: [float(x) for x in re.findall(rf"{name}, step \d: loss (\S+)", done.stdout)] for name in ("streamed", "plain")
     }
     assert len(found["plain"]) == 2 and found["streamed"] == pytest.approx(found["plain"], abs=1e-4)
+
+
+def test_train_lightning(tmp_path: Path) -> None:
+    printed = losses(run(tmp_path, "train_lightning.py", "--size", 32, "--steps", 6))
+    assert len(printed) == 6 and printed[-1] < 0.8 * printed[0]
+
+
+def test_train_slide(tmp_path: Path) -> None:
+    printed = run(tmp_path, "train_slide.py", "--size", 128, "--steps", 3, "--folder", tmp_path)
+    assert printed.count("this rank has (64, 128, 3)") == 6
+    assert losses(printed)[-1] < 0.9 * losses(printed)[0]
+
+
+def test_train_monai(tmp_path: Path) -> None:
+    """MONAI's one-hot labels are whole on every rank, of which a warning tells."""
+    texts = programs.run(
+        ROOT / "examples" / "train_monai.py", ("--size", 16, "--epochs", 3, "--folder", tmp_path), tmp_path / "printed"
+    )
+    (dice,) = re.findall(r"mean Dice (\d\.\d+) after 3 epochs", "".join(text for text, _ in texts))
+    assert float(dice) > 0.7
