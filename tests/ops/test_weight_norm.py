@@ -59,11 +59,6 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "parametrized weight_norm of all": lambda module: parametrizations.weight_norm(module, dim=None),
     "spectral_norm": nn.utils.spectral_norm,
     "parametrized spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": lambda module: (
-        parametrizations.orthogonal(module, orthogonal_map="householder")
-        if isinstance(module, nn.Linear)
-        else parametrizations.weight_norm(module)
-    ),
 }
 
 
