@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchhalo
-from torchhalo.parallel import parallelize
+from torchhalo.parallel import edges
 
 NAME = "still"
 
@@ -109,7 +109,7 @@ def still_line(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
         dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, rank=1, world_size=ranks, store=dist.HashStore())
     try:
-        with mock.patch.object(parallelize, "agree"):  # nobody else comes
+        with mock.patch.object(edges, "agree"):  # nobody else comes
             yield init_device_mesh(device, (ranks,))
     finally:
         torchhalo.disable()
