@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import PRELOAD
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -144,6 +145,30 @@ def mixed_backward() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), Doubles()), nn.Conv2d(4, 4, 1))
 
 
+class Codec(nn.Module):
+    """Something with a method of its own, which calls what `forward` does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def paint(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"image": self.inner(x)}
+
+
+def to_labels(returned: dict[str, torch.Tensor]) -> torch.Tensor:
+    image = returned["image"]
+    labels = torch.arange(image.shape[2] * image.shape[3]).view(1, *image.shape[2:]) % 4
+    return F.cross_entropy(image, labels)
+
+
+def no_scalar(returned: dict[str, torch.Tensor]) -> torch.Tensor:
+    return returned["image"]
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks start as copies of a process that has imported torch; a start of their own takes seconds for each."""
@@ -197,6 +222,22 @@ def test_a_wrong_backward_is_located() -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_method_and_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", "test_check:Codec", "--input", "1,3,12,10", "--backward", "--method", "paint"]
+    assert main([*command, "--loss", "test_check:to_labels"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {kind} " in shown for kind in ("outputs", "loss", "gradients", "input gradients")), shown
+    alone = torchhalo.check(Codec, (1, 3, 12, 10), backward=True)
+    assert "gradients" not in alone.differences, "`forward` has no parameter"
+    for wrong, message in (
+        ({"loss": no_scalar}, "the loss must be a tensor of one element, got a tensor of shape (1, 4, 12, 10)"),
+        ({"method": "encode"}, "Codec has no method 'encode'"),
+    ):
+        report = torchhalo.check(Codec, (1, 3, 12, 10), **{"method": "paint", **wrong})
+        assert report.error is not None and message in report.error, report
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_to_do_about_a_model_that_raises() -> None:
     report = torchhalo.check(unknown_op, (1, 3, 12, 10), ranks=2, backward=True)
     assert report.error is not None and report.error.startswith("torchhalo_tests.negated.default in 1.1: "), report
@@ -238,6 +279,10 @@ def test_a_model_that_raises_on_one_rank() -> None:
         (["test_check:nothing", "--input", "1,3,8,8"], "no function 'nothing' in a module 'test_check'"),
         (["no_such_module:f", "--input", "1,3,8,8"], "No module named 'no_such_module'"),
         (["right", "--input", "1,3,8,8"], "named as package.module:function"),
+        (
+            ["test_check:right", "--input", "1,3,8,8", "--loss", "test_check:none"],
+            "no function 'none' in a module 'test_check'",
+        ),
         (["test_check:right"], "--input"),
     ],
 )

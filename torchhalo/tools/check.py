@@ -107,6 +107,8 @@ def check(
     train: bool = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    method: str = "forward",
+    loss: Any = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Run a model sharded over local processes beside one process, and compare.
@@ -121,6 +123,10 @@ def check(
         train: Whether the model is in training mode; its dropout then draws as it does on a mesh, in one process too.
         dtype: Of weights and floating-point inputs. Where a model computes in float32 inside, a check in float64 does not.
         seed: Of weights, inputs and dropout.
+        method: What of the model is called, such as ``"decode"``.
+        loss: A function of what the model returns to a scalar, or its name as ``package.module:function``. It makes its labels
+            itself, the same on every rank. It is compared as well, and the gradients are its; without it, those of a sum of all
+            outputs in which every element counts differently.
         progress: Called with a line of text before each part of the work.
 
     Example:
@@ -130,7 +136,7 @@ def check(
     shape = tuple(mesh or (ranks,))
     chosen = None if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     samples = sample if isinstance(sample, tuple) and not all(isinstance(n, int) for n in sample) else (sample,)
-    case = Case(model, samples, chosen, backward, train, dtype, seed)
+    case = Case(model, samples, chosen, backward, train, dtype, seed, method, loss)
     tolerance = TOLERANCE[dtype]
     try:
         progress("one process")

@@ -103,6 +103,12 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ranks", type=_positive, metavar="N", help="processes that share the input (default: 2)")
     parser.add_argument("--mesh", type=_mesh, metavar="NxM", help="processes along two dims of the input, such as 2x2")
     parser.add_argument("--backward", action="store_true", help="compare the gradients of inputs and parameters too")
+    parser.add_argument("--method", default="forward", metavar="NAME", help="what of the model to call, such as decode")
+    parser.add_argument(
+        "--loss",
+        metavar="module:function",
+        help="of what the model returns, a scalar; compared, and its gradients with --backward",
+    )
     parser.add_argument("--eval", action="store_true", help="in evaluation mode (default: training mode)")
     parser.add_argument("--dtype", choices=CHECKED, default="float64", help="of weights and input (default: %(default)s)")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and input (default: %(default)s)")
@@ -136,6 +142,8 @@ def _must_fit(parser: argparse.ArgumentParser, arguments: argparse.Namespace, me
         parser.error(f"--dims names {len(arguments.dims)} dims, the mesh has {len(mesh)} axes: give one dim for each")
     try:
         named(arguments.model)
+        if getattr(arguments, "loss", None) is not None:
+            named(arguments.loss)
         placements_for(arguments.input[0], len(mesh), arguments.dims)
     except ValueError as error:
         parser.error(str(error))
@@ -154,6 +162,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             train=not arguments.eval,
             dtype=CHECKED[arguments.dtype],
             seed=arguments.seed,
+            method=arguments.method,
+            loss=arguments.loss,
             progress=lambda text: print(f"torchhalo check: {text}", file=sys.stderr, flush=True),
         )
     except KeyboardInterrupt:

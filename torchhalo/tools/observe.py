@@ -39,6 +39,9 @@ class Case(NamedTuple):
         dims: Along which dim each axis of the mesh cuts the inputs; None to have them chosen.
         backward: Whether to compare gradients too.
         train: Whether the model is in training mode.
+        method: What of the model is called.
+        loss: A function of what that returns to a scalar, or its name as ``package.module:function``; the gradients are its.
+            None for a sum of all outputs in which every element counts differently.
     """
 
     model: Any
@@ -48,6 +51,8 @@ class Case(NamedTuple):
     train: bool
     dtype: torch.dtype
     seed: int
+    method: str = "forward"
+    loss: Any = None
 
 
 class Gradient(NamedTuple):
@@ -104,7 +109,7 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     _warm_up(mesh, case.dtype)
     before = peak_memory()
     if mesh_shape is not None:
-        parallelize(model, mesh, dims=case.dims)
+        parallelize(model, mesh, dims=case.dims, methods=() if case.method == "forward" else (case.method,))
         inputs = [shard(x, mesh, case.dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
     inputs = [x.detach().requires_grad_(case.backward and x.is_floating_point()) for x in inputs]
     watcher = _Watcher(model, inputs)
@@ -116,17 +121,33 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     with gathers.watch(watcher.gather), counted() as sent, modules.watched(), scope, Uncast(case.dtype), place:
         torch.manual_seed(case.seed)
         try:
-            outputs = tensors_in(model(*inputs))
+            outputs, loss = _called(model, case, inputs)
             watcher.stack = ["backward"]
             if case.backward:
-                _weighted(outputs).backward()
+                (_weighted(outputs) if loss is None else loss).backward()
         except Exception as error:
             where = place.where or f"in {watcher.path or 'the model'}"
             raise ModelError(f"{where}: {type(error).__name__}: {error}") from error
     memory = peak_memory() - before
     values = dict(_values(model, inputs, outputs))
+    if loss is not None:
+        values["loss: "] = whole(loss).detach()
     kept = values if dist.get_rank() == 0 else {}
     return Seen(kept, watcher.modules, watcher.gradients, watcher.gathered(), alone.convolved, memory, sum(sent))
+
+
+def _called(model: nn.Module, case: Case, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """What the model returns, and the loss of it if one is wanted."""
+    if not hasattr(model, case.method):
+        raise ValueError(f"{type(model).__name__} has no method {case.method!r}")
+    returned = (model if case.method == "forward" else getattr(model, case.method))(*inputs)
+    if case.loss is None:
+        return tensors_in(returned), None
+    loss = (named(case.loss) if isinstance(case.loss, str) else case.loss)(returned)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"the loss must be a tensor of one element, got {got}")
+    return tensors_in(returned), loss
 
 
 def _warm_up(mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -141,7 +162,7 @@ def _made(model: Any) -> nn.Module:
     return named(model)() if isinstance(model, str) else model()
 
 
-def named(name: str) -> Callable[[], nn.Module]:
+def named(name: str) -> Callable[..., Any]:
     """The function called ``package.module:function``, also in the present folder.
 
     Raises:
@@ -149,7 +170,7 @@ def named(name: str) -> Callable[[], nn.Module]:
     """
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"a model is named as package.module:function, got {name!r}")
+        raise ValueError(f"a function is named as package.module:function, got {name!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
