@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchhalo
 from torchhalo.exchange import parts
 from torchhalo.torch_internals import dtensors, simulation
+from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 
 TIMEOUT = 300
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
@@ -273,6 +274,10 @@ def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     mode = local_tensor_mode()
+    if has_grid(placements):
+        return _sharded(tensor, mesh, [Replicate() if isinstance(p, GridShard) else p for p in placements]).redistribute(
+            placements=placements
+        )
     kept = [Replicate() if isinstance(p, Partial) else p for p in placements]
     if not isinstance(tensor, LocalTensor) and _by_hand(mesh, kept):
         sharded = _cut(tensor, mesh, kept)

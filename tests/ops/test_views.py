@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 from collections.abc import Callable
-from itertools import combinations_with_replacement, product
+from itertools import chain, combinations_with_replacement, product
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory import Memory
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,17 +23,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import torchhalo
 from torchhalo.geometry import Span
 from torchhalo.geometry.reshapes import tiles
+from torchhalo.torch_internals.grid_shard import GridShard
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
 def chunk(sizes: list[int], placements: list, mesh: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """The indices that the rank at ``place`` owns of a tensor of ``sizes``, by `torch.chunk`."""
-    part = torch.arange(math.prod(sizes)).reshape(sizes)
+    """The indices that the rank at ``place`` owns of a tensor of ``sizes``, by `torch.chunk`, of a grid by that of one part."""
+    grids = {p.dim: p.sizes for p in placements if isinstance(p, GridShard)}
+    apart = [grids.get(dim, (size,)) for dim, size in enumerate(sizes)]
+    part = torch.arange(math.prod(sizes)).reshape(list(chain(*apart)))
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            parts = part.chunk(mesh[axis], placement.dim)
-            part = parts[place[axis]] if place[axis] < len(parts) else part.narrow(placement.dim, 0, 0)
+        if isinstance(placement, (Shard, GridShard)):
+            dim = sum(map(len, apart[: placement.dim])) + getattr(placement, "part", 0)
+            parts = part.chunk(mesh[axis], dim)
+            part = parts[place[axis]] if place[axis] < len(parts) else part.narrow(dim, 0, 0)
     return part
 
 
@@ -65,7 +72,7 @@ def test_random_views(data: st.DataObject) -> None:
         with maybe_disable_local_tensor_mode():
             x = torch.randn([before[dim] for dim in order], dtype=torch.float64, device=DEVICE)
         result = assert_parity(function, [x], devices, [placed], atol=1e-12 if Partial() in placements else 0)
-        assert all(type(p) in (Shard, Replicate, Partial) for p in result.placements)
+        assert all(type(p) in (Shard, GridShard, Replicate, Partial) for p in result.placements)
         source = shard(x, devices, placed)
         with wire() as sent:
             function(source)
@@ -159,16 +166,37 @@ def test_patterns_of_models(name: str, mesh: tuple[int, ...], dims: tuple[int, .
 
 
 def test_flatten_sends_what_changes_owner() -> None:
-    """4 x 6 over 2 ranks, 3 columns each: as tokens 12 each, of which a rank has 6; back to rows, 2 each, nothing travels."""
+    """4 x 6 over 2 ranks, 3 columns each, as pairs: 6 each, of which a rank has 3; back to rows, 2 each, nothing travels."""
     with simulated(2):
         x = shard(torch.randn(2, 4, 6), init_device_mesh("cpu", (2,)), [Shard(2)])
         with wire() as there:
-            y = x.view(2, 24)
+            y = x.view(2, 12, 2)
         with wire() as back:
             z = y.view(2, 4, 6)
         rows = z.view(2, 24).to_local()
     assert there == [Sent("all_to_all_single", {0: 2 * 6, 1: 2 * 6})]
     assert not back and y.placements == z.placements == (Shard(1),) and rows.shape == (2, 12)
+
+
+def test_columns_stay_where_they_are() -> None:
+    """4 x 6 over 2 ranks, 3 columns each: as tokens they stay, and come back as columns; other placements are to be had."""
+    with simulated(2):
+        x = shard(torch.arange(48.0).view(2, 4, 6), init_device_mesh("cpu", (2,)), [Shard(2)])
+        with wire() as sent:
+            y = x.view(2, 24)
+            z = y.view(2, 4, 6)
+        assert not sent and y.placements == (GridShard(1, (4, 6), 1),) and z.placements == (Shard(2),)
+        assert y.to_local().shape == (2, 12)
+        assert torch.equal(whole(y.redistribute(placements=[Shard(1)])), torch.arange(48.0).view(2, 24))
+        assert torch.equal(whole(y), torch.arange(48.0).view(2, 24))
+        assert torch.equal(whole(y.redistribute(placements=[Replicate()]).redistribute(placements=y.placements)), whole(y))
+
+
+def test_grids_are_equal_by_what_they_say() -> None:
+    grid = GridShard(1, [4, 6], 1)
+    for other in (pickle.loads(pickle.dumps(grid)), copy.deepcopy(grid), GridShard(2, (4, 6), 1).at(1)):
+        assert other == grid and hash(other) == hash(grid) and repr(other) == "GridShard(dim=1, sizes=(4, 6), part=1)"
+    assert grid not in (GridShard(1, (4, 6), 0), GridShard(1, (6, 4), 1), Shard(1))
 
 
 def test_local_views_share_memory() -> None:
@@ -226,7 +254,9 @@ def test_channels_last_stays() -> None:
         x = torch.randn(2, 4, 5, 7, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
         for dim in (2, 3):
             y = assert_parity(lambda x: x.view(2, 4, 35), [x], mesh, [[Shard(dim)]])
-            assert all(part.stride()[1:] == (1, 4) for part in y.to_local()._local_tensors.values())
+            z = shard(x, mesh, [Shard(dim)], Memory("channels last")).view(2, 4, 35)
+            for each in (y, z) if y.placements == (Shard(2),) else (z,):
+                assert all(part.stride()[1:] == (1, 4) for part in each.to_local()._local_tensors.values())
 
 
 def test_errors_are_torchs() -> None:
@@ -263,9 +293,11 @@ def check_part_of_the_world() -> None:
     coordinate = mesh.get_coordinate()
     part = torch.empty(0) if coordinate is None else x.chunk(2, 2)[coordinate[0]]
     y = DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()).view(2, 24)
-    assert y.shape == (2, 24) and y.placements == (Shard(1),)
+    assert y.shape == (2, 24) and y.placements == (GridShard(1, (4, 6), 1),)
+    moved = y.redistribute(placements=[Shard(1)])
     if coordinate is not None:
-        assert torch.equal(y.to_local(), x.view(2, 24).chunk(2, 1)[coordinate[0]])
+        assert torch.equal(y.to_local(), part.reshape(2, 12))
+        assert torch.equal(moved.to_local(), x.view(2, 24).chunk(2, 1)[coordinate[0]])
 
 
 def test_a_mesh_that_is_not_the_world(pool) -> None:

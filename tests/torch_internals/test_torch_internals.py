@@ -19,8 +19,8 @@ from torchhalo.torch_internals import (
     compilation,
     dtensors,
     fake_tensors,
+    grid_shard,
     process_groups,
-    redistribution,
     simulation,
 )
 
@@ -87,11 +87,16 @@ def test_private_api_is_what_we_expect() -> None:
     """Signatures and attributes that torchhalo relies on, one by one, so that a failure names what moved."""
     assert isinstance(DTensor._op_dispatcher._custom_op_handlers, dict)
     assert isinstance(DTensor._op_dispatcher._allow_implicit_replication, bool)
-    assert list(inspect.signature(redistribution.redistribute_local_tensor).parameters)[:3] == [
+    modules = grid_shard.api, grid_shard.dispatch, grid_shard.redistribution
+    assert {module.redistribute_local_tensor for module in modules} == {modules[0].redistribute_local_tensor}
+    assert list(inspect.signature(modules[0].redistribute_local_tensor).parameters)[:3] == [
         "local_tensor",
         "current_spec",
         "target_spec",
     ]
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    assert list(inspect.signature(propagator.propagate_op_sharding_non_cached).parameters) == ["op_schema"]
+    assert callable(propagator.propagate_op_sharding.cache.cache_clear)
     assert dtensors.TensorMeta._fields == ("shape", "stride", "dtype")
     assert list(inspect.signature(dtensors.DTensorSpec).parameters)[:3] == ["mesh", "placements", "tensor_meta"]
     assert list(inspect.signature(collectives.funcol.all_to_all_single).parameters)[:4] == [

@@ -20,11 +20,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torchhalo.exchange.grids import Unfolded, fold, grid_placements, unfold, unfolded, unfolded_meta
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
 from torchhalo.geometry import Box
 from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
+from torchhalo.torch_internals.grid_shard import has_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
 
 
@@ -148,24 +150,38 @@ def _size(cut: Cut) -> int:
 
 
 def view_placements(input: DTensor, shape: Sequence[int]) -> list[Placement]:
-    """The placements of a view of ``input`` with another ``shape``: each axis cuts a dim of the group that it cut before.
+    """The placements, none of them a grid, of a view of ``input`` with another ``shape``; as `chunk_placements`."""
+    return chunk_placements(
+        tuple(map(int, input.shape)), tuple(input.placements), input.device_mesh.shape, tuple(map(int, shape))
+    )
+
+
+def chunk_placements(
+    source: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> list[Placement]:
+    """The placements, none of them a grid, of a view in ``shape``: each axis cuts a dim of the group that it cut before.
 
     Within a group each axis in turn gets the first dim that is still large enough to give every rank a part, or the largest.
     """
-    sizes, placements, mesh = tuple(map(int, shape)), list(input.placements), input.device_mesh
-    if not prod(sizes):
-        return [Replicate() if isinstance(p, Shard) else p for p in placements]
-    for group in groups(tuple(map(int, input.shape)), sizes):
-        left = {dim: sizes[dim] for dim in group.target}
-        for axis, placement in enumerate(input.placements):
+    return list(_chunk_placements(unfolded(source, placements), mesh_shape, shape))
+
+
+@lru_cache(maxsize=4096)
+def _chunk_placements(source: Unfolded, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    placements = list(source.placements)
+    if not prod(shape):
+        return tuple(Replicate() if isinstance(p, Shard) else p for p in placements)
+    for group in groups(source.shape, shape):
+        left = {dim: shape[dim] for dim in group.target}
+        for axis, placement in enumerate(source.placements):
             if isinstance(placement, Shard) and placement.dim in group.source:
-                parts = mesh.size(axis)
+                parts = mesh_shape[axis]
                 large = (dim for dim in left if left[dim] >= max(2, parts))
                 dim = next(large, max(left, key=left.__getitem__, default=None))
                 placements[axis] = Replicate() if dim is None else Shard(dim)
                 if dim is not None:
                     left[dim] = -(-left[dim] // parts)
-    return placements
+    return tuple(placements)
 
 
 def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
@@ -175,8 +191,12 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     what changes owner travels, in one all-to-all. A Partial axis stays one: its summands are moved.
 
     Args:
-        placements: Shard or Replicate where ``input`` is not Partial.
+        placements: Shard, `GridShard` or Replicate where ``input`` is not Partial.
     """
+    if has_grid(placements):
+        apart = unfolded(tuple(result.shape), tuple(placements)).placements
+        return fold(relayout(input, unfolded_meta(result, placements), apart), result, placements)
+    input = unfold(input)
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     if coordinate is None:
         return dtensors.wrap(dtensors.local(input).new_empty(0), mesh, placements, result)
@@ -241,3 +261,45 @@ def with_placements(input: DTensor, placements: Sequence[Placement]) -> DTensor:
     if tuple(placements) == tuple(input.placements):
         return input
     return relayout(input, dtensors.meta(input), placements)
+
+
+def viewed(input: DTensor, result: dtensors.Meta) -> DTensor:
+    """``input`` in the shape of ``result``, moved only where no placement has it that each rank keeps what it has."""
+    return relayout(input, result, viewed_placements(input, result.shape))
+
+
+def viewed_placements(input: DTensor, shape: Sequence[int]) -> Sequence[Placement]:
+    """The placements of a view of ``input`` in ``shape``: such that nothing moves, if there are any."""
+    apart = unfold(input)
+    placements = view_placements(apart, shape)
+    if Relayout.of(apart, shape, placements).unmoved:
+        return placements
+    source = layout(apart.shape, apart.device_mesh, apart.placements)
+    return grid_placements(source, tuple(apart.placements), tuple(map(int, shape))) or placements
+
+
+def moves(input: DTensor, view: DTensor) -> bool:
+    """Whether any rank's part of ``view``, the same elements in another shape, is not its part of ``input``."""
+    sides = (unfolded(tuple(map(int, t.shape)), tuple(t.placements)) for t in (input, view))
+    return not Relayout(*(layout(side.shape, input.device_mesh, side.placements) for side in sides)).unmoved
+
+
+def without_grids(tensor: DTensor) -> DTensor:
+    """``tensor`` with placements of torch's own; the same object if it has them."""
+    if not has_grid(tensor.placements):
+        return tensor
+    return relayout(tensor, dtensors.meta(tensor), view_placements(tensor, tensor.shape))
+
+
+def _to_placements(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor`` with other placements, of which some, before or after, are grids."""
+    pairs = list(zip(tensor.placements, placements, strict=True))
+    apart = unfold(tensor)
+    apart = redistribution.redistribute(
+        apart, [Replicate() if p.is_partial() and p != q else r for (p, q), r in zip(pairs, apart.placements, strict=True)]
+    )
+    moved = relayout(apart, dtensors.meta(tensor), [Replicate() if q.is_partial() and p != q else q for p, q in pairs])
+    return redistribution.redistribute(moved, placements)
+
+
+move_grids_by(_to_placements, chunk_placements)

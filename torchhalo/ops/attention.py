@@ -301,7 +301,7 @@ def linear(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     (result,) = fake_tensors.plain_result(op, input, weight, bias)
     parameters = [t for t in (weight, bias) if t is not None]
     if any(p != Replicate() for t in parameters for p in t.placements) or any(
-        p.is_partial() or p == Shard(input.ndim - 1) for p in input.placements
+        p.is_partial() or getattr(p, "dim", None) == input.ndim - 1 for p in input.placements
     ):
         return op.decompose(*args, **kwargs)
     out = op(dtensors.local(input), dtensors.local(weight), None if bias is None else dtensors.local(bias))

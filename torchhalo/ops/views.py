@@ -14,20 +14,21 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import Relayout, relayout, view_placements
+from torchhalo.exchange.relayout import moves, relayout, view_placements, viewed
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Window
 from torchhalo.ops.inplace import Moved
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, redistribution, stale_views
+from torchhalo.torch_internals.grid_shard import GridShard
 from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
 
-def _plain(input: DTensor) -> bool:
+def _known(input: DTensor) -> bool:
     """Whether the placements are those that torchhalo knows; stock views and FSDP make others."""
-    return all(isinstance(p, (Shard, Replicate, Partial)) for p in input.placements)
+    return all(isinstance(p, (Shard, GridShard, Replicate, Partial)) for p in input.placements)
 
 
 @handlers.register(
@@ -40,15 +41,14 @@ def _plain(input: DTensor) -> bool:
 def view(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.view`` and its kin."""
     input, size = args
-    if not _plain(input):
+    if not _known(input):
         return handlers.stock(op, args, kwargs)
     return _view(op, input, fake_tensors.plain_view(op, input, size))
 
 
 def _view(op: handlers.Op, input: DTensor, result: dtensors.Meta) -> DTensor:
-    placements = view_placements(input, result.shape)
-    out = relayout(input, result, placements)
-    if op in _VIEWS and not Relayout.of(input, result.shape, placements).unmoved:
+    out = viewed(input, result)
+    if op in _VIEWS and moves(input, out):
         stale_views.set_origin(out, Moved(input, result.shape), input)
     return out
 
@@ -62,7 +62,8 @@ def _view(op: handlers.Op, input: DTensor, result: dtensors.Meta) -> DTensor:
 def squeeze(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.squeeze``: DTensor's own where no cut dim goes."""
     input = args[0]
-    if not _plain(input) or all(input.shape[p.dim] > 1 for p in input.placements if isinstance(p, Shard)):
+    cut = [p for p in input.placements if isinstance(p, (Shard, GridShard))]
+    if not _known(input) or all(isinstance(p, Shard) and input.shape[p.dim] > 1 for p in cut):
         return handlers.stock(op, args, kwargs)
     return _view(op, input, fake_tensors.plain_view(op, *args))
 

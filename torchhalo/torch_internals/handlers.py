@@ -35,6 +35,9 @@ installed: dict[Op, Handler | None] = {}
 _wrappers: dict[Op, list[Callable[[Handler], Handler]]] = {}
 
 
+_argument_adapters: list[Callable[[Op, Handler], Handler]] = []
+
+
 def register(*ops: Op, traffic: str, limits: str = "") -> Callable[[F], F]:
     """Make the decorated function the handler of ``ops``: called as ``handler(op, args, kwargs)`` while enabled.
 
@@ -85,13 +88,26 @@ def wrap_handler(*ops: Op) -> Callable[[F], F]:
     return keep
 
 
+def adapt_arguments(adapter: Callable[[Op, Handler], Handler]) -> Callable[[Op, Handler], Handler]:
+    """Make the decorated function, from an op and its handler to a handler, stand between every handler and its wrappers."""
+    _argument_adapters.append(adapter)
+    table.cache_clear()
+    return adapter
+
+
+def _adapted(op: Op, handler: Handler) -> Handler:
+    for adapter in _argument_adapters:
+        handler = adapter(op, handler)
+    return handler
+
+
 @lru_cache(maxsize=1)
 def table() -> dict[Op, Handler]:
     """The handlers inside their wrappers. An op that has wrappers and no handler here gets DTensor's own inside them."""
-    found = {**handled, **_out_handlers()}
+    found = {op: _adapted(op, handler) for op, handler in {**handled, **_out_handlers()}.items()}
     for op, wrappers in _wrappers.items():
         for wrapper in wrappers:
-            found[op] = wrapper(found.get(op, stock))
+            found[op] = wrapper(found[op] if op in found else _adapted(op, stock))
     return {op: track_call(handler) for op, handler in found.items()}
 
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed.tensor._redistribute as stock_redistribution
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +56,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement], op: Op | None
     for source, step in pairwise(steps):  # all of them first: a listener may refuse the last
         announce(Redistribution(op, tensor.shape, tensor.dtype, tensor.device_mesh, source, step))
     for step in steps[1:]:
-        tensor = _step(tensor, step, redistribute_local_tensor)
+        tensor = _step(tensor, step, stock_redistribution.redistribute_local_tensor)
     return tensor if whole == tuple(placements) else _step(tensor, placements, _summands)
 
 
@@ -70,7 +70,7 @@ def _summands(shard: torch.Tensor, spec: DTensorSpec, target: DTensorSpec) -> to
     """Of a sum the first rank gets all: DTensor divides by their number, which rounds and makes fractions of integers."""
     changed = [(axis, q) for axis, (p, q) in enumerate(zip(spec.placements, target.placements, strict=True)) if p != q]
     if any(q != Partial() for _, q in changed):
-        return redistribute_local_tensor(shard, spec, target)
+        return stock_redistribution.redistribute_local_tensor(shard, spec, target)
     own = coordinate(spec.mesh)
 
     def kernel(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.torch_internals.compilation import bypass_decompositions, pin_collectives, tag_compiled_code
 from torchhalo.torch_internals.copying import copy_at_offsets
+from torchhalo.torch_internals.grid_shard import know_grids
 from torchhalo.torch_internals.handlers import Handler, Op, installed, table
 from torchhalo.torch_internals.logs import silence_fake_tensor_log
 from torchhalo.torch_internals.redistribution import watch_redistribution
@@ -73,6 +74,7 @@ def enable() -> _Enabled:
         tag_compiled_code(True)
         pin_collectives(True)
         watch_redistribution(True)
+        know_grids(True)
         bypass_decompositions(True)
         swap_sync_batch_norm(True)
         silence_fake_tensor_log(True)
@@ -91,6 +93,7 @@ def disable() -> None:
     tag_compiled_code(False)
     pin_collectives(False)
     watch_redistribution(False)
+    know_grids(False)
     bypass_decompositions(False)
     swap_sync_batch_norm(False)
     silence_fake_tensor_log(False)

@@ -1,0 +1,153 @@
+"""Dims that were flattened from several of which one is cut: the same tensor with those dims apart, where a rank owns a box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchhalo.exchange.layout import Layout, layout
+from torchhalo.geometry.reshapes import factors
+from torchhalo.torch_internals import dtensors, process_groups, simulation
+from torchhalo.torch_internals.grid_shard import GridShard, has_grid
+
+
+class Unfolded(NamedTuple):
+    """A shape with the dims of its grids apart.
+
+    Attributes:
+        shape, placements: Of the tensor with these dims; none is a `GridShard`.
+        dims: For each dim of the folded tensor, those of the unfolded one.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    dims: tuple[range, ...]
+
+
+@lru_cache(maxsize=4096)
+def unfolded(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Unfolded:
+    """What a tensor of ``shape`` looks like with the dims of its grids apart.
+
+    >>> unfolded((2, 48, 5), (GridShard(1, (6, 8), 1),)).shape
+    (2, 6, 8, 5)
+    """
+    grids = {p.dim: p.sizes for p in placements if isinstance(p, GridShard)}
+    parts = [grids.get(dim, (size,)) for dim, size in enumerate(shape)]
+    starts = [*accumulate(map(len, parts), initial=0)]
+    kept: list[Placement] = []
+    for p in placements:
+        if isinstance(p, GridShard):
+            if grids[p.dim] != p.sizes or prod(p.sizes) != shape[p.dim]:
+                raise NotImplementedError(f"a dim can be one grid only, got {placements} of shape {shape}")
+            p = Shard(starts[p.dim] + p.part)
+        elif isinstance(p, Shard):
+            if p.dim in grids:
+                raise NotImplementedError(f"a dim can be cut as a grid or as a whole, got {placements} of shape {shape}")
+            p = Shard(starts[p.dim])
+        kept.append(p)
+    return Unfolded(
+        tuple(size for sizes in parts for size in sizes),
+        tuple(kept),
+        tuple(range(start, start + len(sizes)) for start, sizes in zip(starts, parts, strict=False)),
+    )
+
+
+def unfolded_meta(meta: dtensors.Meta, placements: Sequence[Placement]) -> dtensors.Meta:
+    """The `Meta` of a tensor with the dims of its grids apart."""
+    shape, _, dims = unfolded(tuple(map(int, meta.shape)), tuple(placements))
+    stride: list[int] = []
+    for group, step in zip(dims, meta.stride, strict=True):
+        sizes = shape[group.start : group.stop]
+        stride += [prod(sizes[part + 1 :]) * step for part in range(len(sizes))]
+    return dtensors.Meta(shape, tuple(stride), meta.dtype)
+
+
+def unfold(tensor: DTensor) -> DTensor:
+    """``tensor`` with the dims of its grids apart: a view."""
+    if not has_grid(tensor.placements):
+        return tensor
+    mesh, meta = tensor.device_mesh, unfolded_meta(dtensors.meta(tensor), tensor.placements)
+    placements = unfolded(tuple(map(int, tensor.shape)), tuple(tensor.placements)).placements
+    owned, coordinate = layout(meta.shape, mesh, placements), process_groups.coordinate(mesh)
+    if coordinate is None:
+        return dtensors.wrap(dtensors.local(tensor), mesh, placements, meta)
+
+    def split(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        return shard.view(owned.owned(coordinate).shape)
+
+    return dtensors.wrap(simulation.per_rank(split, dtensors.local(tensor), *coordinate), mesh, placements, meta)
+
+
+def fold(tensor: DTensor, meta: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
+    """The tensor of ``meta`` and ``placements`` of which ``tensor`` is the one with the dims of its grids apart."""
+    dims, mesh = unfolded(tuple(meta.shape), tuple(placements)).dims, tensor.device_mesh
+
+    def joined(shard: torch.Tensor) -> torch.Tensor:
+        return shard.reshape([prod(shard.shape[group.start : group.stop]) for group in dims])
+
+    shard = dtensors.local(tensor)
+    if process_groups.coordinate(mesh) is not None:
+        shard = simulation.per_rank(joined, shard)
+    return dtensors.wrap(shard, mesh, placements, meta)
+
+
+@lru_cache(maxsize=4096)
+def grid_placements(source: Layout, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
+    """The placements with which a view in ``shape`` of a tensor with ``placements`` moves nothing; None if there are none."""
+    if not prod(shape):
+        return None
+    before, after = factors(source.shape, shape), factors(shape, source.shape)
+    if before is None or after is None:
+        return None
+    firsts = [*accumulate(map(len, before), initial=0)]  # of all factors, the first of each source dim
+    places = [(dim, part) for dim, sizes in enumerate(after) for part in range(len(sizes))]
+    cut: dict[int, tuple[int, int]] = {}
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            if not before[p.dim] or not _between(source, p.dim, before[p.dim]):
+                return None
+            cut[axis] = places[firsts[p.dim]]
+    found = list(placements)
+    for dim, sizes in enumerate(after):
+        axes = {axis: part for axis, (other, part) in cut.items() if other == dim}
+        for axis, placement in _along(dim, sizes, axes, source.mesh_shape).items():
+            found[axis] = placement
+    return tuple(found)
+
+
+def _between(source: Layout, dim: int, sizes: tuple[int, ...]) -> bool:
+    """Whether the cuts of ``dim``, apart in ``sizes``, are those of the first of these."""
+    return len(sizes) == 1 or _same_cuts(source.parts(dim), Layout(sizes[:1], source.mesh_shape, (source.cuts[dim],)), sizes)
+
+
+def _same_cuts(spans: Sequence[tuple[int, ...]], rows: Layout, sizes: tuple[int, ...]) -> bool:
+    inner = prod(sizes[1:])
+    pairs = zip(spans, rows.parts(0), strict=True)
+    return all(
+        (span.start, span.stop) == (row.start * inner, row.stop * inner) or not (span.size or row.size)  # type: ignore[attr-defined]
+        for span, row in pairs
+    )
+
+
+def _along(dim: int, sizes: tuple[int, ...], axes: dict[int, int], mesh_shape: tuple[int, ...]) -> dict[int, Placement]:
+    """The placements of the axes that cut a dim of ``sizes``, each at one of them; what is not cut between them is joined."""
+    joined: list[int] = []
+    part_of: dict[int, int] = {}
+    for part, size in enumerate(sizes):
+        if joined and part not in axes.values() and part - 1 not in axes.values():
+            joined[-1] *= size
+        else:
+            joined.append(size)
+        part_of[part] = len(joined) - 1
+    whole, cuts = prod(joined), (tuple(axes),)
+    rows = Layout(tuple(joined[:1]), mesh_shape, cuts)
+    if set(axes.values()) == {0} and _same_cuts(Layout((whole,), mesh_shape, cuts).parts(0), rows, tuple(joined)):
+        return {axis: Shard(dim) for axis in axes}
+    return {axis: GridShard(dim, joined, part_of[part]) for axis, part in axes.items()}
