@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
+from torchhalo.torch_internals.grid_shard import GridShard
 from torchhalo.torch_internals.switch import when_disabled
 from torchhalo.torch_internals.watching import Redistribution, redistribution_listeners
 
@@ -58,10 +59,10 @@ def notice(each: Redistribution) -> None:
     if op is None or len(shape) < 3:
         return
     pairs = [(p, mesh.size(axis), q) for axis, (p, q) in enumerate(zip(source, target, strict=True)) if mesh.size(axis) > 1]
-    gathered = [(p.dim, size) for p, size, q in pairs if isinstance(p, Shard) and isinstance(q, Replicate)]
+    gathered = [(p.dim, size) for p, size, q in pairs if isinstance(p, (Shard, GridShard)) and isinstance(q, Replicate)]
     if not any(dim for dim, _ in gathered):
         return
-    whole = prod(map(int, shape)) * dtype.itemsize // prod(size for _, size, q in pairs if isinstance(q, Shard))
+    whole = prod(map(int, shape)) * dtype.itemsize // prod(size for _, size, q in pairs if isinstance(q, (Shard, GridShard)))
     received = whole - whole // prod(size for _, size in gathered)
     gather = Gather(str(op), tuple(map(int, shape)), tuple(sorted({dim for dim, _ in gathered})), received)
     for listener in _listeners or [_warn]:

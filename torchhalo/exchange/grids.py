@@ -98,6 +98,19 @@ def fold(tensor: DTensor, meta: dtensors.Meta, placements: Sequence[Placement]) 
     return dtensors.wrap(shard, mesh, placements, meta)
 
 
+def positions(tensor: DTensor, coordinate: Sequence[int]) -> list[torch.Tensor]:
+    """For each dim of ``tensor``, which of its elements the rank at ``coordinate`` has, in the order in which it has them."""
+    shape, placements, dims = unfolded(tuple(map(int, tensor.shape)), tuple(tensor.placements))
+    spans = layout(shape, tensor.device_mesh, placements).owned(coordinate).spans
+    found = []
+    for group in dims:
+        places = torch.zeros(1, dtype=torch.long)
+        for dim in group:
+            places = (places[:, None] * shape[dim] + torch.arange(*spans[dim])).flatten()
+        found.append(places)
+    return found
+
+
 @lru_cache(maxsize=4096)
 def grid_placements(source: Layout, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
     """The placements with which a view in ``shape`` of a tensor with ``placements`` moves nothing; None if there are none."""

@@ -26,7 +26,7 @@ from torchhalo.exchange.memory import strides
 from torchhalo.geometry import Box
 from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
-from torchhalo.torch_internals.grid_shard import has_grid, move_grids_by
+from torchhalo.torch_internals.grid_shard import has_grid, is_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
 
 
@@ -289,6 +289,14 @@ def without_grids(tensor: DTensor) -> DTensor:
     if not has_grid(tensor.placements):
         return tensor
     return relayout(tensor, dtensors.meta(tensor), view_placements(tensor, tensor.shape))
+
+
+def chunked(tensor: torch.Tensor) -> torch.Tensor:
+    """`without_grids` with a gradient, of any tensor."""
+    if not is_grid(tensor):
+        return tensor
+    assert isinstance(tensor, DTensor)
+    return tensor.redistribute(placements=view_placements(tensor, tensor.shape))
 
 
 def _to_placements(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:

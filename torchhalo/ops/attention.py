@@ -23,6 +23,7 @@ from torchhalo.exchange.memory import strides
 from torchhalo.exchange.relayout import with_placements
 from torchhalo.geometry import Span
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
@@ -269,19 +270,26 @@ def bmm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         # DTensor may gather the other factor instead, where that is small.
         first, second = _added_up(first, second), _added_up(second, first)
         for dim in (1, 2):
-            cut = [axis for axis, p in enumerate(second.placements) if p == Shard(dim)]
-            if cut and all(first.placements[axis] == Shard(1) for axis in cut):
+            cut = [axis for axis, p in enumerate(second.placements) if _cuts(p, dim)]
+            if cut and all(_cuts(first.placements[axis], 1) for axis in cut):
                 second = _made_whole(second, dim, cut)
     return handlers.stock(op, (*rest, first, second), kwargs)
 
 
 def _added_up(tensor: DTensor, other: DTensor) -> DTensor:
     """``tensor`` without partial sums, if ``other`` is cut: such as keys times values of a linear attention, which are few."""
-    return redistribution.reduce_partial(tensor) if any(isinstance(p, Shard) for p in other.placements) else tensor
+    cut = any(isinstance(p, (Shard, GridShard)) for p in other.placements)
+    return redistribution.reduce_partial(tensor) if cut else tensor
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, (Shard, GridShard)) and placement.dim == dim
 
 
 def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
     placements = [Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements)]
+    if has_grid(tensor.placements):
+        return with_placements(tensor, placements)
     takes_part = process_groups.coordinate(tensor.device_mesh) is not None
     shard = gather_dim((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
     meta = dtensors.meta(tensor)

@@ -13,13 +13,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchhalo.exchange.grids import unfold, unfolded
 from torchhalo.exchange.relayout import viewed, without_grids
 from torchhalo.ops.inplace import Moved
 from torchhalo.ops.randomness import FILLS, LIKES
-from torchhalo.torch_internals import fake_tensors, handlers, stale_views
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, stale_views
 from torchhalo.torch_internals.grid_shard import GridShard, is_blind, is_grid
 
 aten = torch.ops.aten
@@ -38,6 +38,8 @@ class Named(NamedTuple):
     sizes: str | None = None
     inserts: bool = False
 
+
+_NEW = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 
 _ALONG: dict[handlers.Op, Named] = {
     aten._softmax.default: Named("dim"),
@@ -61,10 +63,7 @@ _ALONG: dict[handlers.Op, Named] = {
     aten.mean.dim: Named("dim"),
     aten.mean.default: Named(),
     aten.expand.default: Named(None, "size"),
-    aten.new_empty.default: Named(None, "size"),
-    aten.new_zeros.default: Named(None, "size"),
-    aten.new_ones.default: Named(None, "size"),
-    aten.new_full.default: Named(None, "size"),
+    **dict.fromkeys(_NEW, Named(None, "size")),
 }
 
 #: Handlers that know grids themselves.
@@ -111,11 +110,14 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
     apart = op in _ALONG or op in _BROADCASTING or is_blind(op) or op in FILLS or op in LIKES
 
     def adapted(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        grids = [
-            t for arg in (*args, *kwargs.values()) for t in (arg if isinstance(arg, (list, tuple)) else (arg,)) if is_grid(t)
-        ]
+        if not GridShard.met:
+            return handler(op, args, kwargs)
+        parts = (part for arg in (*args, *kwargs.values()) for part in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+        grids = list(filter(is_grid, parts))
         if not grids:
             return handler(op, args, kwargs)
+        if op in _NEW and tuple(args[1]) != tuple(args[0].shape):
+            return handler(op, (_without_data(args[0]), *args[1:]), kwargs)
         call = _unfolded(op, args, kwargs, grids) if apart else None
         if call is None:
             return _moved(op, handler, args, kwargs)
@@ -123,6 +125,12 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
         return _folded(op, out, call, args, kwargs)
 
     return adapted
+
+
+def _without_data(tensor: DTensor) -> DTensor:
+    """A tensor of the same kind, for an op that asks for no more."""
+    whole = [Replicate()] * tensor.device_mesh.ndim
+    return dtensors.wrap(dtensors.local(tensor).new_empty(0), tensor.device_mesh, whole, dtensors.meta(tensor))
 
 
 class _Call(NamedTuple):
@@ -174,7 +182,8 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     changed: dict[str, Any] = {}
     if about is not None:
         groups = _inserted(dims, named[about.dims]) if about.inserts and about.dims else dims
-        for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, shape=shape))):
+        apart = [shape[group.start : group.stop] for group in dims if len(group) > 1]
+        for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, apart=apart))):
             if name is not None:
                 changed[name] = renumber(named[name], groups)
                 if changed[name] is None:
@@ -213,17 +222,16 @@ def _inserted(groups: Sequence[range], dim: int) -> list[range]:
     return [*groups[:dim], range(at, at + 1), *(range(group.start + 1, group.stop + 1) for group in groups[dim:])]
 
 
-def _resized(sizes: Sequence[int], groups: Sequence[range], shape: Sequence[int]) -> list[int] | None:
-    """Sizes of a folded tensor as those of the unfolded one of ``shape``; None if they differ where dims are joined."""
+def _resized(sizes: Sequence[int], groups: Sequence[range], apart: Sequence[Sequence[int]]) -> list[int] | None:
+    """Sizes of a folded tensor as those of the unfolded one; None if they are not those of its grids, which are ``apart``."""
     if len(sizes) != len(groups):
         return None
-    parts = iter([tuple(shape[group.start : group.stop]) for group in groups if len(group) > 1])
-    found: list[int] = []
+    grids, found = iter(apart), []
     for group, size in zip(groups, sizes, strict=True):
-        apart = (size,) if len(group) == 1 else next(parts)
-        if size not in (prod(apart), -1):
+        parts = (size,) if len(group) == 1 else next(grids)
+        if size not in (prod(parts), -1):
             return None
-        found += apart
+        found += parts
     return found
 
 

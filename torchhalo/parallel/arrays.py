@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchhalo.exchange.layout import layout
+from torchhalo.exchange.relayout import without_grids
 from torchhalo.geometry import Box
 from torchhalo.torch_internals import dtensors, process_groups, redistribution, simulation
 
@@ -105,10 +106,10 @@ def store(tensor: DTensor, target: Any) -> None:
 def first_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Box] | None:
     """This rank's shard and its box, if the rank is the first of those that hold it; so that all ranks together have all once.
 
-    Partial sums are added up first.
+    Partial sums are added up first, and grids moved.
     """
     assert isinstance(tensor, DTensor)
-    tensor = redistribution.reduce_partial(tensor)
+    tensor = without_grids(redistribution.reduce_partial(tensor))
     coordinate = process_groups.coordinate(tensor.device_mesh)
     copies = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     if coordinate is None or any(coordinate[axis] for axis in copies):

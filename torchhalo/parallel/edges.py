@@ -20,7 +20,7 @@ from torchhalo.exchange.layout import layout
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
-from torchhalo.parallel.structures import mapped, ordinary, tensors_in
+from torchhalo.parallel.structures import mapped, ordinary, tensors_in, without_grids
 from torchhalo.torch_internals import collectives, process_groups, switch
 
 Inputs = Literal["whole", "shard"]
@@ -117,7 +117,11 @@ class Edges:
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the outputs together if they are wanted whole, and go to the caller rather than to the model itself."""
-        return mapped(ordinary, output, objects=True) if self.outputs == "whole" and not self._scopes else output
+        if self._scopes:
+            return output
+        if self.outputs == "whole":
+            return mapped(ordinary, output, objects=True)
+        return without_grids(output)
 
     def call(self, model: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the hooks do around forward, around another method."""

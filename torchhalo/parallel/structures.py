@@ -10,7 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchhalo.exchange.memory import laid_out
+from torchhalo.exchange.relayout import chunked
 from torchhalo.torch_internals import dtensors, redistribution
+from torchhalo.torch_internals.grid_shard import is_grid
 
 
 def mapped(function: Callable[[Any], Any], value: Any, objects: bool = False) -> Any:
@@ -97,3 +99,10 @@ class _Ordinary(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
         replicated = DTensor.from_local(grad, ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
         return replicated.redistribute(placements=ctx.placements)
+
+
+def without_grids(output: Any) -> Any:
+    """``output`` with all tensors in placements of torch's own."""
+    if not any(map(is_grid, tensors_in(output, objects=True))):
+        return output
+    return mapped(chunked, output, objects=True)

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torchhalo.exchange import gathers
 from torchhalo.exchange.debug import modules
+from torchhalo.exchange.grids import positions
 from torchhalo.exchange.transfer import counted
-from torchhalo.parallel.arrays import first_copy, shard
+from torchhalo.parallel.arrays import shard
 from torchhalo.parallel.parallelize import parallelize
 from torchhalo.parallel.structures import tensors_in, whole
 from torchhalo.tools.launch import peak_memory
-from torchhalo.torch_internals import dtensors, handlers, redistribution, switch, watching
+from torchhalo.torch_internals import dtensors, handlers, process_groups, redistribution, switch, watching
 
 #: By how many sums the outputs of a module are told apart.
 PROBES = 3
@@ -341,18 +342,20 @@ def _fingerprint(tensor: torch.Tensor) -> list[float]:
     """This rank's share in a few weighted sums over the whole tensor, which differ for tensors that differ; nothing is sent."""
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
-            part, starts = tensor, [0] * tensor.ndim
-        elif (owned := first_copy(tensor)) is not None:
-            part, starts = owned[0], [span.start for span in owned[1].spans]
+            part, places = tensor, [torch.arange(size) for size in tensor.shape]
         else:
-            return [0.0] * PROBES
+            tensor = redistribution.reduce_partial(tensor)
+            coordinate = process_groups.coordinate(tensor.device_mesh)
+            copies = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+            if coordinate is None or any(coordinate[axis] for axis in copies):
+                return [0.0] * PROBES
+            part, places = tensor.to_local(), positions(tensor, coordinate)
         scale = math.sqrt(max(1, tensor.numel()))
-        return [_weighted_sum(part.to(torch.float64), starts, probe) / scale for probe in range(PROBES)]
+        return [_weighted_sum(part.to(torch.float64), places, probe) / scale for probe in range(PROBES)]
 
 
-def _weighted_sum(part: torch.Tensor, starts: list[int], probe: int) -> float:
+def _weighted_sum(part: torch.Tensor, places: list[torch.Tensor], probe: int) -> float:
     """The sum with weights that are a product over dims, so that no tensor of them is needed."""
     for dim in reversed(range(part.ndim)):
-        place = starts[dim] + torch.arange(part.shape[dim], dtype=torch.float64)
-        part = part @ torch.cos((0.7 + dim) * (probe + 1) * place + probe)
+        part = part @ torch.cos((0.7 + dim) * (probe + 1) * places[dim].double() + probe)
     return float(part)

@@ -101,6 +101,7 @@ _BLIND: set[Op] = {
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten.sum.default,
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,

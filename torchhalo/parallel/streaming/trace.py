@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchhalo.exchange import gathers
+from torchhalo.exchange import gathers, relayout
 from torchhalo.exchange.debug import modules
 from torchhalo.exchange.layout import layout
 from torchhalo.geometry import Box, Span
@@ -20,7 +20,7 @@ from torchhalo.parallel.arrays import first_copy, placements_for
 from torchhalo.parallel.edges import replace_tensors
 from torchhalo.parallel.plain import plain_as_replicated
 from torchhalo.parallel.start import without_values
-from torchhalo.parallel.structures import mapped, tensors_in
+from torchhalo.parallel.structures import mapped, tensors_in, without_grids
 from torchhalo.torch_internals import dtensors, fake_tensors, redistribution, simulation, switch
 from torchhalo.torch_internals.recording import Instruction, Recorder, View
 
@@ -135,7 +135,7 @@ class _Tracer:
 
     def _traced(self, views: dict[str, View], args: Any, kwargs: Any) -> tuple[Program, Returned]:
         call, recorder = self._call, self._recorder
-        returned = getattr(self._model, call.method)(*args, **kwargs)
+        returned = without_grids(getattr(self._model, call.method)(*args, **kwargs))
         tensors = tensors_in(returned, objects=True)
         outputs = {number: piece for number, x in enumerate(tensors) if (piece := self._owned(x)) is not None}
         forward = len(recorder.instructions)
@@ -231,6 +231,7 @@ class _Tracer:
     def _summand(self, gradient: torch.Tensor) -> Piece | None:
         """What this rank adds to the gradient of a parameter."""
         assert isinstance(gradient, DTensor)
+        gradient = relayout.without_grids(gradient)
         kinds = zip(gradient.placements, self._place, strict=True)
         if any(at and not isinstance(p, Shard) and not p.is_partial("sum") for p, at in kinds):
             return None
