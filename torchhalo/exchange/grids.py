@@ -137,30 +137,35 @@ def grid_placements(source: Layout, placements: tuple[Placement, ...], shape: tu
 
 def _between(source: Layout, dim: int, sizes: tuple[int, ...]) -> bool:
     """Whether the cuts of ``dim``, apart in ``sizes``, are those of the first of these."""
-    return len(sizes) == 1 or _same_cuts(source.parts(dim), Layout(sizes[:1], source.mesh_shape, (source.cuts[dim],)), sizes)
+    return len(sizes) == 1 or _same_cuts(sizes[0], prod(sizes[1:]), source.cuts[dim], source.mesh_shape)
 
 
-def _same_cuts(spans: Sequence[tuple[int, ...]], rows: Layout, sizes: tuple[int, ...]) -> bool:
-    inner = prod(sizes[1:])
-    pairs = zip(spans, rows.parts(0), strict=True)
-    return all(
-        (span.start, span.stop) == (row.start * inner, row.stop * inner) or not (span.size or row.size)  # type: ignore[attr-defined]
-        for span, row in pairs
-    )
+@lru_cache(maxsize=4096)
+def _same_cuts(rows: int, inner: int, axes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
+    """Whether ``axes`` cut ``rows`` rows of ``inner`` elements where they cut the elements."""
+    cuts, whole = (Layout((size,), mesh_shape, (axes,)).parts(0) for size in (rows, rows * inner))
+    pairs = zip(cuts, whole, strict=True)
+    return all((row.start * inner, row.stop * inner) == tuple(span[:2]) or not (row.size or span.size) for row, span in pairs)
+
+
+class _Part(NamedTuple):
+    size: int
+    axes: tuple[int, ...]
 
 
 def _along(dim: int, sizes: tuple[int, ...], axes: dict[int, int], mesh_shape: tuple[int, ...]) -> dict[int, Placement]:
-    """The placements of the axes that cut a dim of ``sizes``, each at one of them; what is not cut between them is joined."""
-    joined: list[int] = []
-    part_of: dict[int, int] = {}
-    for part, size in enumerate(sizes):
-        if joined and part not in axes.values() and part - 1 not in axes.values():
-            joined[-1] *= size
-        else:
-            joined.append(size)
-        part_of[part] = len(joined) - 1
-    whole, cuts = prod(joined), (tuple(axes),)
-    rows = Layout(tuple(joined[:1]), mesh_shape, cuts)
-    if set(axes.values()) == {0} and _same_cuts(Layout((whole,), mesh_shape, cuts).parts(0), rows, tuple(joined)):
+    """The placements of the axes that cut a dim of ``sizes``, each at one of them.
+
+    Parts are joined that need not be apart, so that one grid has one name.
+    """
+    parts: list[_Part] = []
+    for place, size in enumerate(sizes):
+        part = _Part(size, tuple(axis for axis, at in axes.items() if at == place))
+        last = parts[-1] if parts else None
+        if last is not None and not part.axes and _same_cuts(last.size, size, last.axes, mesh_shape):
+            part = _Part(last.size * size, parts.pop().axes)
+        parts.append(part)
+    if len(parts) == 1:
         return {axis: Shard(dim) for axis in axes}
-    return {axis: GridShard(dim, joined, part_of[part]) for axis, part in axes.items()}
+    joined = [part.size for part in parts]
+    return {axis: GridShard(dim, joined, place) for place, part in enumerate(parts) for axis in part.axes}

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torchhalo.exchange.gather_dim import gather_dim
 from torchhalo.exchange.grids import Unfolded, fold, grid_placements, unfold, unfolded, unfolded_meta
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
@@ -299,15 +300,21 @@ def chunked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.redistribute(placements=view_placements(tensor, tensor.shape))
 
 
-def _to_placements(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def with_grids(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """``tensor`` with other placements, of which some, before or after, are grids."""
-    pairs = list(zip(tensor.placements, placements, strict=True))
-    apart = unfold(tensor)
-    apart = redistribution.redistribute(
-        apart, [Replicate() if p.is_partial() and p != q else r for (p, q), r in zip(pairs, apart.placements, strict=True)]
-    )
+    mesh, pairs, apart = tensor.device_mesh, list(zip(tensor.placements, placements, strict=True)), unfold(tensor)
+    kept = [Replicate() if p.is_partial() and p != q else r for (p, q), r in zip(pairs, apart.placements, strict=True)]
+    apart = redistribution.redistribute(apart, kept)
+    for dim in range(apart.ndim):
+        axes = [axis for axis, p in enumerate(kept) if p == Shard(dim)]
+        if axes and all(placements[axis] == Replicate() for axis in axes):
+            kept = [Replicate() if axis in axes else p for axis, p in enumerate(kept)]
+            shard = dtensors.local(apart)
+            if process_groups.coordinate(mesh) is not None:
+                (shard,) = gather_dim((apart,), dim, axes)
+            apart = dtensors.wrap(shard, mesh, kept, dtensors.meta(apart))
     moved = relayout(apart, dtensors.meta(tensor), [Replicate() if q.is_partial() and p != q else q for p, q in pairs])
     return redistribution.redistribute(moved, placements)
 
 
-move_grids_by(_to_placements, chunk_placements)
+move_grids_by(with_grids, chunk_placements)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchhalo.exchange.gather_dim import gather_dim, padded, scatter_dim
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import with_placements
+from torchhalo.exchange.relayout import with_grids, with_placements
 from torchhalo.geometry import Span
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 from torchhalo.torch_internals.grid_shard import GridShard, has_grid
@@ -289,7 +289,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
     placements = [Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements)]
     if has_grid(tensor.placements):
-        return with_placements(tensor, placements)
+        return with_grids(tensor, placements)
     takes_part = process_groups.coordinate(tensor.device_mesh) is not None
     shard = gather_dim((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
     meta = dtensors.meta(tensor)

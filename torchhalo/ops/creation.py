@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from torchhalo.exchange.grids import fold, unfold, unfolded_meta
 from torchhalo.exchange.layout import has_layout, layout
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, simulation
+from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 
 aten = torch.ops.aten
 
@@ -28,6 +30,8 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     of each rank's partial sums, so only some ranks may copy: they must remain partial sums, or only some would reduce them.
     """
     input, size = args[:2]
+    if has_grid(input.placements):
+        return _new_grid(op, args, kwargs)
     if not has_layout(input):
         return handlers.stock(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, *args)
@@ -52,3 +56,20 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     shard = dtensors.local(input)
     shard = shard.new_empty(0, **kwargs) if coordinate is None else simulation.per_rank(kernel, shard, *coordinate)
     return dtensors.wrap(shard, mesh, placements, result)
+
+
+def _new_grid(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Of tokens: cut as these where it has their shape, else whole."""
+    input, size = args[:2]
+    if tuple(size) != tuple(input.shape):
+        whole = [Replicate()] * input.device_mesh.ndim
+        plain = dtensors.wrap(dtensors.local(input).new_empty(0), input.device_mesh, whole, dtensors.meta(input))
+        return op(plain, *args[1:], **kwargs)
+    (result,) = fake_tensors.plain_result(op, *args)
+    apart = unfolded_meta(result, input.placements)
+    strided = op is aten.new_empty_strided.default
+    rest = (apart.stride, *args[3:]) if strided else args[2:]
+    out = op(unfold(input), apart.shape, *rest, **kwargs)
+    pairs = zip(input.placements, out.placements, strict=True)
+    placements = [p if isinstance(p, GridShard) else q for p, q in pairs]
+    return fold(out, result._replace(dtype=out.dtype), placements)

@@ -13,13 +13,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.grids import unfold, unfolded
 from torchhalo.exchange.relayout import viewed, without_grids
 from torchhalo.ops.inplace import Moved
 from torchhalo.ops.randomness import FILLS, LIKES
-from torchhalo.torch_internals import dtensors, fake_tensors, handlers, stale_views
+from torchhalo.torch_internals import fake_tensors, handlers, stale_views
 from torchhalo.torch_internals.grid_shard import GridShard, is_blind, is_grid
 
 aten = torch.ops.aten
@@ -38,8 +38,6 @@ class Named(NamedTuple):
     sizes: str | None = None
     inserts: bool = False
 
-
-_NEW = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 
 _ALONG: dict[handlers.Op, Named] = {
     aten._softmax.default: Named("dim"),
@@ -63,7 +61,6 @@ _ALONG: dict[handlers.Op, Named] = {
     aten.mean.dim: Named("dim"),
     aten.mean.default: Named(),
     aten.expand.default: Named(None, "size"),
-    **dict.fromkeys(_NEW, Named(None, "size")),
 }
 
 #: Handlers that know grids themselves.
@@ -77,7 +74,11 @@ _KNOWING: set[handlers.Op] = {
     aten.linear.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten.new_empty.default,
     aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
 }
 
 #: Beside pointwise ops: those whose tensors broadcast, and which give each element of the result what its place tells.
@@ -116,8 +117,6 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
         grids = list(filter(is_grid, parts))
         if not grids:
             return handler(op, args, kwargs)
-        if op in _NEW and tuple(args[1]) != tuple(args[0].shape):
-            return handler(op, (_without_data(args[0]), *args[1:]), kwargs)
         call = _unfolded(op, args, kwargs, grids) if apart else None
         if call is None:
             return _moved(op, handler, args, kwargs)
@@ -125,12 +124,6 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
         return _folded(op, out, call, args, kwargs)
 
     return adapted
-
-
-def _without_data(tensor: DTensor) -> DTensor:
-    """A tensor of the same kind, for an op that asks for no more."""
-    whole = [Replicate()] * tensor.device_mesh.ndim
-    return dtensors.wrap(dtensors.local(tensor).new_empty(0), tensor.device_mesh, whole, dtensors.meta(tensor))
 
 
 class _Call(NamedTuple):
@@ -182,8 +175,8 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     changed: dict[str, Any] = {}
     if about is not None:
         groups = _inserted(dims, named[about.dims]) if about.inserts and about.dims else dims
-        apart = [shape[group.start : group.stop] for group in dims if len(group) > 1]
-        for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, apart=apart))):
+        grids_apart = [shape[group.start : group.stop] for group in dims if len(group) > 1]
+        for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, apart=grids_apart))):
             if name is not None:
                 changed[name] = renumber(named[name], groups)
                 if changed[name] is None:
@@ -196,7 +189,7 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
         parts = value if isinstance(value, (list, tuple)) else [value]
         if not any(isinstance(part, torch.Tensor) for part in parts):
             continue
-        apart = []
+        apart: list[Any] = []
         for part in parts:
             new = _apart(part, widest, dims, shape) if isinstance(part, torch.Tensor) else part
             if new is None:
@@ -226,7 +219,8 @@ def _resized(sizes: Sequence[int], groups: Sequence[range], apart: Sequence[Sequ
     """Sizes of a folded tensor as those of the unfolded one; None if they are not those of its grids, which are ``apart``."""
     if len(sizes) != len(groups):
         return None
-    grids, found = iter(apart), []
+    grids = iter(apart)
+    found: list[int] = []
     for group, size in zip(groups, sizes, strict=True):
         parts = (size,) if len(group) == 1 else next(grids)
         if size not in (prod(parts), -1):
