@@ -1,10 +1,10 @@
-"""Who gathers a sharded activation, and what becomes of it: a warning, an error, or a note in a list."""
+"""Ops that gather a sharded activation, or move it to another sharding: a warning, an error, or a note in a list."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import NamedTuple
 
@@ -44,9 +44,27 @@ class Gather(NamedTuple):
         )
 
 
+class Move(NamedTuple):
+    """An activation whose elements an op gives to other ranks, as it wants another sharding or a view has none that fits.
+
+    Attributes:
+        op: The name of the op.
+        shape: The global shape of the tensor.
+        bytes: What a rank receives for it, on average.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.op} moves a tensor of shape {self.shape} to another sharding: {self.bytes:,} bytes to every rank"
+
+
 Listener = Callable[[Gather], None]
 
 _listeners: list[Listener] = []
+_move_listeners: list[Callable[[Move], None]] = []
 _warned: set[str] = set()
 
 
@@ -59,6 +77,9 @@ def notice(each: Redistribution) -> None:
     if op is None or len(shape) < 3:
         return
     pairs = [(p, mesh.size(axis), q) for axis, (p, q) in enumerate(zip(source, target, strict=True)) if mesh.size(axis) > 1]
+    if any(p != q and isinstance(p, Shard) and isinstance(q, Shard) for p, _, q in pairs):
+        size = prod(map(int, shape)) * dtype.itemsize // prod(size for _, size, q in pairs if isinstance(q, Shard))
+        notice_move(str(op), shape, lambda: size - size // max(size for p, size, q in pairs if p != q))
     gathered = [(p.dim, size) for p, size, q in pairs if isinstance(p, (Shard, GridShard)) and isinstance(q, Replicate)]
     if not any(dim for dim, _ in gathered):
         return
@@ -67,6 +88,18 @@ def notice(each: Redistribution) -> None:
     gather = Gather(str(op), tuple(map(int, shape)), tuple(sorted({dim for dim, _ in gathered})), received)
     for listener in _listeners or [_warn]:
         listener(gather)
+
+
+def notice_move(op: str, shape: Sequence[int], size: Callable[[], int]) -> None:
+    """Tell of a move by an op, before anything is sent.
+
+    Args:
+        size: Counts the bytes; called only if anyone listens.
+    """
+    if _move_listeners:
+        move = Move(op, tuple(map(int, shape)), size())
+        for listener in _move_listeners:
+            listener(move)
 
 
 def _warn(gather: Gather) -> None:
@@ -78,6 +111,16 @@ def _warn(gather: Gather) -> None:
 def forget() -> None:
     """Warn again of ops that were warned of."""
     _warned.clear()
+
+
+@contextmanager
+def watch_moves(listener: Callable[[Move], None]) -> Iterator[None]:
+    """Hand every `Move` to ``listener``."""
+    _move_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _move_listeners.remove(listener)
 
 
 @contextmanager
@@ -102,11 +145,18 @@ def _refuse(gather: Gather) -> None:
     )
 
 
+def _refuse_move(move: Move) -> None:
+    raise GatherError(f"{move}, which torchhalo.strict(moves=True) forbids. Outside it the result is right")
+
+
 @contextmanager
-def strict() -> Iterator[None]:
+def strict(moves: bool = False) -> Iterator[None]:
     """Inside it, an op that would gather a sharded activation raises; outside, such an op warns once.
 
     Every rank raises before anything is sent. What the user gathers, by ``full_tensor`` or ``redistribute``, is let through.
+
+    Args:
+        moves: Refuse ops, too, that would move an activation from one sharding to another.
 
     Example:
         >>> import torchhalo
@@ -116,7 +166,7 @@ def strict() -> Iterator[None]:
     Raises:
         GatherError: With the op, the shape and the bytes.
     """
-    with watch(_refuse):
+    with watch(_refuse), watch_moves(_refuse_move) if moves else nullcontext():
         yield
 
 

@@ -17,16 +17,19 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.gather_dim import gather_dim
+from torchhalo.exchange.gathers import notice_move
 from torchhalo.exchange.grids import Unfolded, fold, grid_placements, unfold, unfolded, unfolded_meta
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
 from torchhalo.geometry import Box
 from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
+from torchhalo.torch_internals.calls import running_call
 from torchhalo.torch_internals.grid_shard import has_grid, is_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
 
@@ -223,9 +226,18 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     return dtensors.wrap(out, mesh, placements, result)
 
 
+def _received(move: Relayout, mesh: DeviceMesh) -> int:
+    """How many elements a rank receives, on average."""
+    places = process_groups.submesh_positions(mesh, move.axes)
+    everyone = list(product(*map(range, move.source.mesh_shape)))
+    return sum(sum(move.plan(coordinate, places).received) for coordinate in everyone) // len(everyone)
+
+
 def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     assert coordinate is not None
+    if move.axes and (call := running_call()) is not None:
+        notice_move(call.name, input.shape, lambda: _received(move, mesh) * input.dtype.itemsize)
     group, places = process_groups.submesh_group(mesh, move.axes) if move.axes else (None, (0,))
     order = sorted(range(len(result.shape)), key=lambda dim: result.stride[dim], reverse=True)
 

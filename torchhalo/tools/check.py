@@ -35,6 +35,7 @@ class Report(NamedTuple):
         first: The first module whose output differs, if any.
         first_backward: The first gradient that differs in backward, in words, with the modules whose backward made it.
         gathered: The ops that gather: op, module, times, bytes to each rank.
+        moved: Likewise those that move an activation from one sharding to another.
         convolved: How many bytes of inputs the convolutions read.
         memory: The peak memory of each rank.
         alone: That of one process.
@@ -49,6 +50,7 @@ class Report(NamedTuple):
     first: str | None
     first_backward: str | None
     gathered: list[tuple[str, str, int, int]]
+    moved: list[tuple[str, str, int, int]]
     convolved: int
     memory: list[int]
     alone: int
@@ -83,11 +85,10 @@ class Report(NamedTuple):
             lines.append(f"\n  first module that differs: {self.first}")
         if self.first_backward is not None:
             lines.append(f"{'' if self.first else chr(10)}  first gradient that differs: {self.first_backward}")
-        lines.append(
-            f"\n  gathered: {sum(row[3] for row in self.gathered):,} bytes of {self.convolved:,} that convolutions read"
-        )
-        for op, module, times, size in self.gathered:
-            lines.append(f"    {op} in {module or 'the model'}: {times} times, {size:,} bytes")
+        lines.append("")
+        for what, rows in (("gathered", self.gathered), ("moved to another sharding", self.moved)):
+            lines.append(f"  {what}: {sum(row[3] for row in rows):,} bytes of {self.convolved:,} that convolutions read")
+            lines += [f"    {op} in {module or 'the model'}: {times} times, {size:,} bytes" for op, module, times, size in rows]
         mib = 2**20
         lines.append(f"\n  peak memory: one process {self.alone / mib:.1f} MiB")
         for rank, (memory, sent) in enumerate(zip(self.memory, self.sent, strict=True)):
@@ -161,6 +162,7 @@ def compared(shape: tuple[int, ...], tolerance: float, alone: Seen, seen: list[S
         _first_difference(alone.modules, _added([rank.modules for rank in seen]), tolerance),
         _first_gradient(alone.gradients, [rank.gradients for rank in seen], differences, tolerance),
         seen[0].gathered,
+        seen[0].moved,
         alone.convolved,
         [rank.memory for rank in seen],
         alone.memory,
@@ -172,7 +174,7 @@ def compared(shape: tuple[int, ...], tolerance: float, alone: Seen, seen: list[S
 
 def failed(shape: tuple[int, ...], tolerance: float, error: str) -> Report:
     """Of a model that raised."""
-    return Report(shape, {}, tolerance, None, None, [], 0, [], 0, [], error, remedy(error))
+    return Report(shape, {}, tolerance, None, None, [], [], 0, [], 0, [], error, remedy(error))
 
 
 def reason(error: RankError) -> str:

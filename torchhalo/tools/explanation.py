@@ -29,6 +29,7 @@ class Layer:
         messages: In how many pieces, to how many ranks.
         reduced: Bytes of statistics and sums that it takes part with.
         gathered: Bytes that it receives because an op needs the whole of a sharded activation.
+        moved: Bytes, among those sent, by which an activation goes from one sharding to another.
         kept: Bytes of activations that live on when the forward has ended.
         flops: Of convolutions, matrix products and attention, forward and backward.
     """
@@ -43,6 +44,7 @@ class Layer:
     messages: int = 0
     reduced: int = 0
     gathered: int = 0
+    moved: int = 0
     kept: int = 0
     flops: int = 0
 
@@ -140,7 +142,9 @@ def _table(found: Explanation) -> Iterator[str]:
                 str(layer.messages or ""),
                 readable(layer.kept),
                 f"{layer.flops / 1e9:.3g}" if layer.flops else "",
-                f"GATHERS {readable(layer.gathered)}" if layer.gathered else "",
+                " ".join(
+                    f"{what} {readable(size)}" for what, size in (("GATHERS", layer.gathered), ("moves", layer.moved)) if size
+                ),
             )
         )
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
@@ -161,6 +165,7 @@ def _table(found: Explanation) -> Iterator[str]:
         yield f"gradients summed        {readable(rank.gradients) or '0'}"
     gathered = rank.total("gathered")
     yield f"gathered                {readable(gathered) or 'nothing'}"
+    yield f"moved to other shards   {readable(rank.total('moved')) or 'nothing'}"
     yield f"operations              {rank.total('flops') / 1e9:,.1f} GFLOP"
     share = f"{found.peak / found.alone:.2f} of one device's {readable(found.alone)}"
     yield f"peak memory per rank    {readable(found.peak)}, {share}"

@@ -104,6 +104,7 @@ class _Observer(watching.TorchDispatchMode, watching.Watcher):
         scope = ExitStack()
         scope.enter_context(modules.watched())
         scope.enter_context(gathers.watch(self._gather))
+        scope.enter_context(gathers.watch_moves(self._move))
         scope.enter_context(watching.watched_by(self))
         hook = torch.nn.modules.module.register_module_forward_hook(self._left)
         scope.callback(hook.remove)
@@ -135,6 +136,9 @@ class _Observer(watching.TorchDispatchMode, watching.Watcher):
 
     def _gather(self, gather: gathers.Gather) -> None:
         self._layer().gathered += gather.bytes
+
+    def _move(self, move: gathers.Move) -> None:
+        self._layer().moved += move.bytes
 
     def collective(self, each: watching.Collective) -> None:
         kind, tensor, _, sent, _, about = each

@@ -79,6 +79,7 @@ class Seen(NamedTuple):
             outputs are told apart.
         gradients: Likewise of the gradients of inputs and of outputs of modules, in the order of backward.
         gathered: How often each (op, module) gathered, and the bytes of it.
+        moved: Likewise for what moved from one sharding to another.
         convolved: How many bytes of inputs the convolutions read, all ranks together.
         memory: By how many bytes the run raised the peak memory of the process.
         sent: How many bytes this rank sent in exchanges.
@@ -88,6 +89,7 @@ class Seen(NamedTuple):
     modules: list[tuple[str, list[float]]]
     gradients: list[Gradient]
     gathered: list[tuple[str, str, int, int]]
+    moved: list[tuple[str, str, int, int]]
     convolved: int
     memory: int
     sent: int
@@ -119,7 +121,8 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
         alone.mark([*inputs, *model.parameters(), *model.buffers()])
     scope = alone if mesh_shape is None else nullcontext()
     place = _FailureTracker()
-    with gathers.watch(watcher.gather), counted() as sent, modules.watched(), scope, Uncast(case.dtype), place:
+    watched = gathers.watch(watcher.gathered.count), gathers.watch_moves(watcher.moved.count)
+    with watched[0], watched[1], counted() as sent, modules.watched(), scope, Uncast(case.dtype), place:
         torch.manual_seed(case.seed)
         try:
             outputs, loss = _called(model, case, inputs)
@@ -134,7 +137,16 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     if loss is not None:
         values["loss: "] = whole(loss).detach()
     kept = values if dist.get_rank() == 0 else {}
-    return Seen(kept, watcher.modules, watcher.gradients, watcher.gathered(), alone.convolved, memory, sum(sent))
+    return Seen(
+        kept,
+        watcher.modules,
+        watcher.gradients,
+        watcher.gathered.rows(),
+        watcher.moved.rows(),
+        alone.convolved,
+        memory,
+        sum(sent),
+    )
 
 
 def _called(model: nn.Module, case: Case, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -225,7 +237,7 @@ class _Watcher:
         self.stack: list[str] = []
         self.modules: list[tuple[str, list[float]]] = []
         self.gradients: list[Gradient] = []
-        self._gathered: dict[tuple[str, str], list[int]] = {}
+        self.gathered, self.moved = _Tally(self), _Tally(self)
         for number, tensor in enumerate(inputs):
             self._follow(tensor, f"input {number}")
         for path, module in model.named_modules():
@@ -262,14 +274,22 @@ class _Watcher:
         inner = [path for path in readers if not any(other != path and other.startswith(f"{path}.") for other in readers)]
         self.gradients.append(Gradient(name, inner, _fingerprint(grad)))
 
-    def gather(self, gather: gathers.Gather) -> None:
-        """Count a gather where it happens."""
-        counts = self._gathered.setdefault((gather.op, self.path), [0, 0])
-        counts[0] += 1
-        counts[1] += gather.bytes
 
-    def gathered(self) -> list[tuple[str, str, int, int]]:
-        return [(op, path, times, size) for (op, path), (times, size) in self._gathered.items()]
+class _Tally:
+    """How often something happened, and of how many bytes, by op and module."""
+
+    def __init__(self, watcher: _Watcher):
+        self._watcher = watcher
+        self._counts: dict[tuple[str, str], list[int]] = {}
+
+    def count(self, event: gathers.Gather | gathers.Move) -> None:
+        """Note a gather or a move where it happens."""
+        counts = self._counts.setdefault((event.op, self._watcher.path), [0, 0])
+        counts[0] += 1
+        counts[1] += event.bytes
+
+    def rows(self) -> list[tuple[str, str, int, int]]:
+        return [(op, path, times, size) for (op, path), (times, size) in self._counts.items()]
 
 
 class _SingleProcess(watching.TorchDispatchMode):

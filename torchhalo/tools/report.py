@@ -268,6 +268,7 @@ def _layer(found: Explanation, layer: Layer, drawings: list[str]) -> dict[str, o
         ("Output", size_text(layer.output) or "none"),
         ("Statistics and sums", readable(layer.reduced) or "none"),
         ("Gathered", readable(layer.gathered) or "nothing"),
+        ("Moved to other shards", readable(layer.moved) or "nothing"),
     ]
     shown = size_text(cut.layout.shape) if cut else ""
     what = ("input" if cut.halos else "output") + " " + shown if cut else ""
@@ -324,6 +325,7 @@ def _totals(found: Explanation) -> list[tuple[str, str, str]]:
         ("Halos sent per step", readable(rank.total("sent")) or "0", f"in {rank.total('messages')} messages"),
         ("Statistics and sums", readable(rank.total("reduced")) or "0", "reduced over the mesh"),
         ("Gathered", readable(gathered) or "nothing", "an op needs the whole" if gathered else "no op needs the whole"),
+        ("Moved to other shards", readable(rank.total("moved")) or "nothing", "from one sharding to another"),
         ("Operations", f"{rank.total('flops') / 1e9:,.1f} GFLOP", "convolutions, products, attention"),
     ]
     return [*totals, ("Gradients summed", readable(rank.gradients) or "0", "over the mesh")] if found.train else totals
