@@ -100,6 +100,12 @@ _writers, _views = handlers.aliasing_ops()
 _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 
+@handlers.register(aten.detach.default, traffic="nothing")
+def detach(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.detach``, which autograd calls for all that it saves: hundreds of times a step."""
+    return dtensors.detached(args[0])
+
+
 @handlers.wrap_handler(*_views)
 def track_views(handler: handlers.Handler) -> handlers.Handler:
     """A view of a piece, or of a view of one, knows it.
@@ -138,7 +144,11 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
             return args[0]
         if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
             args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
-        out = handler(op, args, kwargs)
+        if handler is handlers.stock and _alike(op, args):
+            op(*(dtensors.local(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
+            out: object = args[0]
+        else:
+            out = handler(op, args, kwargs)
         for tensor in targets:
             if stale_views.get_origin(tensor) is not None:
                 _write_back(tensor, known_everywhere(op, args))
@@ -163,6 +173,22 @@ def _write_summands(op: handlers.Op, targets: Sequence[DTensor], results: Any) -
 def _pointwise(op: handlers.Op) -> bool:
     first = op._schema.arguments[0].alias_info
     return torch.Tag.pointwise in op.tags and first is not None and first.is_write
+
+
+def _alike(op: handlers.Op, args: Sequence[Any]) -> bool:
+    """Whether an op may write to the shards as it would to the whole tensors, without asking DTensor for a rule."""
+    target = args[0]
+    if not _pointwise(op) or torch.Tag.nondeterministic_seeded in op.tags or not isinstance(target, DTensor):
+        return False
+    placements = target.placements
+    if redistribution.is_partial(target) or not has_layout(target):
+        return False
+    return all(
+        arg.device_mesh is target.device_mesh and arg.shape == target.shape and arg.placements == placements
+        if isinstance(arg, DTensor)
+        else not isinstance(arg, (torch.Tensor, list, tuple))
+        for arg in args[1:]
+    )
 
 
 def _beside(arg: Any, target: DTensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple
@@ -116,6 +117,7 @@ class _Pass:
         self._mesh = mesh
         self._before: dict[DTensor, DTensor] = {}
         self._filling: dict[tuple[torch.dtype, tuple[int, ...]], list[_Piece]] = {}
+        self._bytes: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
         self._sent: list[tuple[list[_Piece], torch.Tensor]] = []
         self._done: list[tuple[DTensor, DTensor]] = []
         for parameter in parameters:
@@ -137,11 +139,13 @@ class _Pass:
         pieces = self._filling.setdefault(key, [])
         strides = parameter.stride()
         pieces.append(_Piece(parameter, tuple(sorted(range(grad.ndim), key=lambda dim: -strides[dim]))))
-        if sum(piece.parameter.numel() for piece in pieces) * grad.dtype.itemsize >= BUCKET:
+        self._bytes[key] += parameter.numel() * grad.dtype.itemsize
+        if self._bytes[key] >= BUCKET:
             self._send(key)
 
     def _send(self, key: tuple[torch.dtype, tuple[int, ...]]) -> None:
         pieces = self._filling.pop(key)
+        del self._bytes[key]
         with torch.no_grad():
             flat = torch.cat([piece.flat() for piece in pieces])
             self._sent.append((pieces, collectives.start_all_reduce(flat, self._mesh, key[1])))

@@ -97,13 +97,19 @@ def table() -> dict[Op, Handler]:
 
 def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments of ``op`` in the order of its schema, defaults filled in."""
-    rest = op._schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(arg.name, arg.default_value) for arg in rest)]
+    rest = _parameters(op)[len(args) :]
+    return [*args, *(kwargs.get(name, default) for name, default in rest)]
 
 
 def named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of ``op`` by name, defaults filled in."""
-    return dict(zip((arg.name for arg in op._schema.arguments), bind(op, args, kwargs), strict=True))
+    return dict(zip((name for name, _ in _parameters(op)), bind(op, args, kwargs), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _parameters(op: Op) -> list[tuple[str, Any]]:
+    """The arguments of an op, by name, and their defaults."""
+    return [(arg.name, arg.default_value) for arg in op._schema.arguments]
 
 
 def mutated_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
