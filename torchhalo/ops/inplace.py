@@ -145,8 +145,8 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
         if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
             args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
         if handler is handlers.stock and _alike(op, args):
-            op(*(dtensors.local(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
-            out: object = args[0]
+            op(*map(_shards, args), **kwargs)
+            out: object = args[0] if op._schema.returns else None
         else:
             out = handler(op, args, kwargs)
         for tensor in targets:
@@ -176,19 +176,37 @@ def _pointwise(op: handlers.Op) -> bool:
 
 
 def _alike(op: handlers.Op, args: Sequence[Any]) -> bool:
-    """Whether an op may write to the shards as it would to the whole tensors, without asking DTensor for a rule."""
-    target = args[0]
-    if not _pointwise(op) or torch.Tag.nondeterministic_seeded in op.tags or not isinstance(target, DTensor):
+    """Whether an op may write to the shards as it would to the whole tensors, without asking DTensor for a rule.
+
+    That is so for the foreach ops of optimizers too, of which each writes to hundreds of parameters.
+    """
+    if not _elementwise(op):
         return False
-    placements = target.placements
-    if redistribution.is_partial(target) or not has_layout(target):
+    lists = [arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args]
+    if not all(isinstance(target, DTensor) for target in lists[0]):
+        return False
+    layouts = [(t.device_mesh, t.placements, t.shape) for t in lists[0]]
+    if not all(isinstance(p, (Shard, Replicate)) for placements in {each[1] for each in layouts} for p in placements):
         return False
     return all(
-        arg.device_mesh is target.device_mesh and arg.shape == target.shape and arg.placements == placements
-        if isinstance(arg, DTensor)
-        else not isinstance(arg, (torch.Tensor, list, tuple))
-        for arg in args[1:]
+        not isinstance(arg, torch.Tensor) or (isinstance(arg, DTensor) and (arg.device_mesh, arg.placements, arg.shape) == each)
+        for others in lists[1:]
+        for arg, each in zip(others, layouts, strict=False)
     )
+
+
+def _shards(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_shards(each) for each in arg]
+    return dtensors.local(arg) if isinstance(arg, DTensor) else arg
+
+
+@lru_cache(maxsize=4096)
+def _elementwise(op: handlers.Op) -> bool:
+    """Whether an op writes to each element of its first argument, or of each tensor in it, what depends on those beside it."""
+    if op._schema.name.startswith("aten::_foreach_"):
+        return op._schema.name.endswith("_")
+    return _pointwise(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _beside(arg: Any, target: DTensor) -> Any:

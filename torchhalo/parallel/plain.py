@@ -77,7 +77,8 @@ class plain_as_replicated(TorchFunctionMode):
         mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
         if mesh is None:
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
-        args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
+        if _any_plain((args, kwargs)):
+            args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
         out = func(*args, **kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
