@@ -86,6 +86,74 @@ def input_gradient(
     return affine(input, slope, shift, in_place=False).addcmul_(grad.to(scale.dtype), scale)
 
 
+#: Where torch has the kernels of a batch norm whose statistics are merged: five launches forward, and three backward.
+FUSED = {"cuda"}
+
+
+def fused(input: torch.Tensor) -> bool:
+    """Whether the functions below serve ``input``; a compiler fuses simple ops itself. The same on every rank."""
+    return input.device.type in FUSED and not tracing.is_traced(input)
+
+
+def fused_statistics(input: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor:
+    """Of each channel of one rank's part the mean and one over the standard deviation, in ``dtype``: ``[2, C]``."""
+    if not input.numel():  # counts for nothing, but must be a number
+        return input.new_ones(2, input.shape[1], dtype=dtype)
+    return torch.stack(torch.batch_norm_stats(input, eps))
+
+
+def fused_batch_norm(
+    input: torch.Tensor,
+    parts: torch.Tensor,
+    counts: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One rank's output, the mean of each channel, and one over its standard deviation.
+
+    Args:
+        parts: What all ranks made by `fused_statistics`.
+        counts: How many elements of a channel each has, as `parts` in dtype; that of the first is not zero.
+        running_mean, running_var: Are updated.
+    """
+    means, rstds = parts.unbind(1)
+    if not means.shape[1]:
+        return torch.empty_like(input), means[0], rstds[0]
+    mean, rstd = torch.batch_norm_gather_stats_with_counts(
+        input, means, rstds, running_mean, running_var, momentum, eps, counts
+    )
+    if not input.numel():
+        return torch.empty_like(input), mean, rstd
+    return torch.batch_norm_elemt(input, weight, bias, mean, rstd, eps), mean, rstd
+
+
+def fused_sums(grad: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    """Of each channel of one rank's part the sums of the gradient and of its product with the deviations: ``[2, C]``."""
+    if not input.numel():
+        return mean.new_zeros(2, len(mean))
+    return torch.stack(torch.batch_norm_backward_reduce(grad, input, mean, rstd, None, True, False, False)[:2])
+
+
+def fused_input_gradient(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    sums: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of one rank's part, from the ``sums`` of all; ``count`` is how many elements a channel has, an int32."""
+    if not input.numel():
+        return torch.empty_like(input)
+    weight = None if weight is None else weight.to(mean.dtype)
+    return torch.batch_norm_backward_elemt(grad, input, mean, rstd, weight, sums[0], sums[1], count)
+
+
 def per_channel(tensor: torch.Tensor, ndim: int) -> torch.Tensor:
     """A parameter of each channel in the shape of the input."""
     return tensor.view(1, -1, *[1] * (ndim - 2))

@@ -13,11 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchhalo.exchange.memory import laid_out, memory_format, strides
-from torchhalo.kernels.norms import affine, input_gradient, per_channel
+from torchhalo.kernels.norms import (
+    affine,
+    fused,
+    fused_batch_norm,
+    fused_input_gradient,
+    fused_statistics,
+    fused_sums,
+    input_gradient,
+    per_channel,
+)
 from torchhalo.ops.normalization import channel_placements, non_member_gradients, parameter_gradient
 from torchhalo.ops.reduction import Reduction
 from torchhalo.ops.statistics import deviations, merged, products, wide
 from torchhalo.torch_internals import caching, collectives, dtensors, fake_tensors, handlers, redistribution, simulation
+from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.redistribution import local_as
 from torchhalo.torch_internals.tracing import depend_if_empty
 
@@ -47,6 +57,10 @@ class _Forward(_Program):
         self.updates, self.in_place = "with_update" in name, not name.endswith("functional")
         self.unbiased = self.members / (self.members - 1) if self.members > 1 else float("inf")
 
+    def takes(self, buffer: DTensor) -> bool:
+        """Whether torch's kernels can update the shard of a running statistic."""
+        return list(buffer.placements) == self.channels and buffer.dtype == self.wide
+
     def _plain(self, op: handlers.Op, *rest: Any) -> tuple[Any, ...]:
         """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
         shape, _, dtype = self.input.meta
@@ -66,24 +80,17 @@ def _key(value: Any) -> Any:
 
 
 def _update(
-    buffers: list[DTensor], values: list[torch.Tensor], momentum: float, in_place: bool, program: _Forward
-) -> list[DTensor]:
-    """The running statistics after one more value of each."""
-    targets = [dtensors.local(buffer) if in_place else dtensors.local(buffer).clone() for buffer in buffers]
+    buffers: list[DTensor], targets: list[torch.Tensor], values: list[torch.Tensor], momentum: float, to: _Forward
+) -> None:
+    """Add one more value to each running statistic."""
     shards = []
     for buffer, value in zip(buffers, values, strict=False):
-        if redistribution.is_partial(buffer):
-            raise NotImplementedError(f"batch_norm: running statistics must be Replicate or Shard, got {buffer.placements}")
-        if list(buffer.placements) != program.channels:
-            wrapped = dtensors.wrap(value, program.over.mesh, program.channels, program.statistic)
+        if list(buffer.placements) != to.channels:
+            wrapped = dtensors.wrap(value, to.over.mesh, to.channels, to.statistic)
             value = dtensors.local(redistribution.redistribute(wrapped, buffer.placements))
         shards.append(value.to(buffer.dtype))
     if targets:
-        torch._foreach_lerp_(targets, shards, momentum)  # one launch
-    if in_place:
-        return buffers
-    pairs = zip(targets, buffers, strict=True)
-    return [dtensors.wrap(target, b.device_mesh, b.placements, dtensors.meta(b)) for target, b in pairs]
+        aten._foreach_lerp_.Scalar(targets, shards, momentum)  # one launch
 
 
 @handlers.register(
@@ -115,9 +122,20 @@ def batch_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     buffers = [buffer for buffer in parameters[2:] if buffer is not None]
     eps = given["eps"] if "eps" in given else given["epsilon"]
     if given.get("training", program.updates):
-        out, mean, rstd, variance = _train(input, program, weight, bias, eps)
         momentum = given["momentum"] if "momentum" in given else given["exponential_average_factor"]
-        buffers = _update(buffers, [mean, variance], momentum, program.in_place, program)
+        if any(map(redistribution.is_partial, buffers)):
+            raise NotImplementedError(
+                f"batch_norm: running statistics must be Replicate or Shard, got {[b.placements for b in buffers]}"
+            )
+        targets = [dtensors.local(buffer) if program.in_place else dtensors.local(buffer).clone() for buffer in buffers]
+        if fused(dtensors.local(input)) and program.members and all(program.takes(buffer) for buffer in buffers):
+            out, mean, rstd = _train_fused(input, program, weight, bias, targets, momentum, eps)
+        else:
+            out, mean, rstd, variance = _train(input, program, weight, bias, eps)
+            _update(buffers, targets, [mean, variance], momentum, program)
+        if not program.in_place:
+            pairs = zip(targets, buffers, strict=True)
+            buffers = [dtensors.wrap(target, mesh, buffer.placements, dtensors.meta(buffer)) for target, buffer in pairs]
     else:
         assert running_mean is not None and running_var is not None
         mean, rstd = running_mean, (running_var + eps).rsqrt()
@@ -166,6 +184,32 @@ def _train(
     return simulation.per_rank(finish, over.gather(parts), rest, center, weight, bias)
 
 
+def _train_fused(
+    input: DTensor,
+    program: _Forward,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running: list[torch.Tensor],
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """As `_train`, by torch's kernels, which update the running statistics too."""
+
+    def finish(
+        parts: torch.Tensor,
+        shard: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None = None,
+        var: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return fused_batch_norm(shard, parts, constant(program.counts, parts), weight, bias, mean, var, momentum, eps)
+
+    shard = dtensors.local(input)
+    parts = program.over.gather(simulation.per_rank(lambda shard: fused_statistics(shard, program.wide, eps), shard))
+    return simulation.per_rank(finish, parts, shard, weight, bias, *running)
+
+
 @handlers.register(
     aten.native_batch_norm_backward.default,
     aten.cudnn_batch_norm_backward.default,
@@ -200,7 +244,11 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         for tensor in dtensors.as_dtensors("batch_norm backward", input=input, **{name: given[name] for name in names})[1:]
     ]
 
+    by_torch = training and fused(dtensors.local(input))
+
     def summary(grad: torch.Tensor, shard: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if by_torch:
+            return fused_sums(grad, shard, mean, rstd), mean, rstd
         mean, rstd = (per_channel(each.to(dtype), ndim) for each in (mean, rstd))
         rstd = rstd if training else (rstd + eps).rsqrt()
         return products(grad, shard, mean, over.dims), mean, rstd
@@ -213,6 +261,9 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         mean: torch.Tensor,
         rstd: torch.Tensor,
     ) -> torch.Tensor:
+        if by_torch:
+            count = constant((program.members,), sums, torch.int32)
+            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, count), result)
         scale = rstd if weight is None else rstd * per_channel(weight.to(dtype), ndim)
         out = input_gradient(grad, shard, sums, mean, rstd, scale, scale, program.members) if training else grad * scale
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from torchhalo.exchange.memory import canonical, memory_format
+from torchhalo.kernels import norms
 from torchhalo.torch_internals import tracing
 from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
-
-#: Below how many elements a few simple ops take a CPU less time than a borrowed kernel and what is put together for it.
-SMALL = 2**13
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +51,7 @@ def products(first: torch.Tensor, second: torch.Tensor, center: torch.Tensor | N
     """
     spatial = tuple(range(2, first.ndim))
     by_channel = spatial and tuple(dims) in (spatial, (0, *spatial)) and first.dtype == second.dtype
-    if not by_channel or first.device.type != "cpu" or first.numel() < SMALL or tracing.is_traced(first):
+    if not by_channel or first.device.type != "cpu" or first.numel() < norms.SMALL or tracing.is_traced(first):
         second = second if center is None else second - center
         return torch.stack([total(first, dims), total(first * second, dims)])
     format = memory_format(second.shape, second.stride())
