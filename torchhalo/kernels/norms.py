@@ -86,7 +86,7 @@ def input_gradient(
     return affine(input, slope, shift, in_place=False).addcmul_(grad.to(scale.dtype), scale)
 
 
-#: Where torch has the kernels of a batch norm whose statistics are merged: five launches forward, and three backward.
+#: Where torch has the kernels of a batch norm whose statistics are merged: half a dozen launches each way.
 FUSED = {"cuda"}
 
 

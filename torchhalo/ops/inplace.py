@@ -13,7 +13,6 @@ written as summands that add up to it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,7 +115,10 @@ def track_views(handler: handlers.Handler) -> handlers.Handler:
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         base = args[0] if args else None
         counted = torch.is_inference_mode_enabled() and isinstance(base, DTensor) and not base.is_inference()
-        with stale_views.version_counters() if counted else contextlib.nullcontext():
+        if counted:
+            with stale_views.version_counters():
+                out = handler(op, args, kwargs)
+        else:
             out = handler(op, args, kwargs)
         if isinstance(base, DTensor) and stale_views.get_origin(base) is not None:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
@@ -132,6 +134,11 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if handler is handlers.stock and _alike(op, args):
+            op(*map(_shards, args), **kwargs)
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                follow(tensor, op, args)
+            return args[0] if op._schema.returns else None
         targets = handlers.mutated_arguments(op, args, kwargs)
         if op not in _overwriting and any(map(redistribution.is_partial, targets)):
             variant = handlers.functional_variant(op)
@@ -144,16 +151,15 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
             return args[0]
         if _pointwise(op) and any(isinstance(arg, DTensor) for arg in args[1:]) and isinstance(args[0], DTensor):
             args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
-        if handler is handlers.stock and _alike(op, args):
-            op(*map(_shards, args), **kwargs)
-            out: object = args[0] if op._schema.returns else None
-        else:
-            out = handler(op, args, kwargs)
+        out = handler(op, args, kwargs)
         for tensor in targets:
-            if stale_views.get_origin(tensor) is not None:
-                _write_back(tensor, known_everywhere(op, args))
-            _mark_views_stale(tensor)
+            follow(tensor, op, args)
         return out
+
+    def follow(tensor: DTensor, op: handlers.Op, args: tuple[Any, ...]) -> None:
+        if stale_views.get_origin(tensor) is not None:
+            _write_back(tensor, known_everywhere(op, args))
+        _mark_views_stale(tensor)
 
     return wrapper
 

@@ -228,7 +228,8 @@ def _any_plain(argument: Any) -> bool:
         argument = argument.values()
     elif not isinstance(argument, (list, tuple)):
         return False
-    return any(map(_any_plain, argument))
+    # An optimizer gives hundreds of DTensors in a list.
+    return any(type(each) is not DTensor and _any_plain(each) for each in argument)
 
 
 class _Replicate:

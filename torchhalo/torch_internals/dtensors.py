@@ -132,8 +132,17 @@ def non_member_result(
 
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
-    if len({id(t._spec.mesh) if isinstance(t, DTensor) else 0 for t in tensors.values() if t is not None}) == 1:
-        return tuple(tensors.values())
+    mesh: DeviceMesh | None = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, DTensor) or (mesh is not None and tensor._spec.mesh is not mesh):
+            return _on_one_mesh(name, tensors)
+        mesh = tensor._spec.mesh
+    return tuple(tensors.values())
+
+
+def _on_one_mesh(name: str, tensors: dict[str, torch.Tensor | None]) -> tuple[Any, ...]:
     meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
     first, mesh = next(iter(meshes.items()))
     for key, other in meshes.items():
