@@ -134,7 +134,7 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if handler is handlers.stock and _alike(op, args):
+        if handler is handlers.stock and _alike(op, args, kwargs):
             op(*map(_shards, args), **kwargs)
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 follow(tensor, op, args)
@@ -181,12 +181,12 @@ def _pointwise(op: handlers.Op) -> bool:
     return torch.Tag.pointwise in op.tags and first is not None and first.is_write
 
 
-def _alike(op: handlers.Op, args: Sequence[Any]) -> bool:
+def _alike(op: handlers.Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an op may write to the shards as it would to the whole tensors, without asking DTensor for a rule.
 
     That is so for the foreach ops of optimizers too, of which each writes to hundreds of parameters.
     """
-    if not _elementwise(op):
+    if not _elementwise(op) or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return False
     lists = [arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args]
     if not all(isinstance(target, DTensor) for target in lists[0]):
