@@ -6,7 +6,8 @@ optimizer (momentum SGD, foreach), or a decoder's forward; under bf16 autocast a
 measured in turns.
 
 wall: many steps in a row. kernels: what the device is busy, summed over launches, from the profiler. host: until the call
-returns. memory: by how much a step raises the peak; of a graph, what capturing it raised; compiled, what stays reserved.
+returns; on a CPU, the time of one core that the shortest of ten steps takes, and launches are the ops that compute or copy.
+memory: by how much a step raises the peak; of a graph, what capturing it raised; compiled, what stays reserved.
 differs: by how much the gradients differ from the plain model's, relative, where zeros in the halo make them equal: of the
 case of `--quick` in float64, on the device; and as measured.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import cProfile
+import gc
 import io
 import json
 import pstats
@@ -41,6 +43,7 @@ from torch.distributed.tensor import DTensor, Shard
 import torchhalo
 from benchmarks import common
 from benchmarks.common import MIB, Call, Column, Record, Row, key, ratio, say
+from benchmarks.launches import count_launches
 from benchmarks.model_cases import CASES, Case, loss_of
 from benchmarks.still import still_line
 
@@ -288,12 +291,32 @@ def _reserved() -> int:
 def measures(device: str, seconds: float) -> dict[str, Callable[[Call], Row]]:
     """By name; each gives some of the figures of one side."""
     if device == "cpu":
-        return {"wall": lambda call: {"wall": common.host_seconds({"": call}, 1, seconds)[""] * 1e3}}
+        return {
+            "wall": lambda call: {"wall": common.host_seconds({"": call}, 1, seconds)[""] * 1e3},
+            "host": _processor,
+            "launches": lambda call: {"launches": count_launches(call)},
+        }
     return {
         "wall": lambda call: {"wall": common.device_milliseconds(call, seconds)},
         "host": lambda call: {"host": common.host_milliseconds(call, 1)},
         "kernels": _kernels,
     }
+
+
+def _processor(call: Call, count: int = 10) -> Row:
+    """The time of one core of a CPU that the shortest of some steps takes: others on the machine do not count."""
+    threads, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        for _ in range(count):
+            begin = time.process_time()
+            call()
+            times.append(time.process_time() - begin)
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
+    return {"host": min(times) * 1e3}
 
 
 def _profiled(call: Call, count: int) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
+from torchhalo.kernels import norms
 from torchhalo.ops.statistics import products
 
 Op = Callable[..., torch.Tensor]
@@ -115,8 +116,10 @@ def test_random_reductions(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 4, 8), (2, 4, 2, 1), (1, 1, 3, 3), (2, 3, 4, 1, 5), (2, 3, 1), (2, 3, 1, 1)])
-def test_sums_of_products_in_any_memory(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("small", [0, 2**13])
+def test_sums_of_products_in_any_memory(shape: tuple[int, ...], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the norms sum up, by a kernel that is not made for this, equals the sums, and nothing beyond the tensors is read."""
+    monkeypatch.setattr(norms, "SMALL", small)
     spatial = list(range(2, len(shape)))
     for first, second in itertools.product(MEMORIES.values(), repeat=2):
         x, y = first(random(*shape)), second(random(*shape, seed=1))

@@ -1,44 +1,96 @@
-"""Batch norm in all its variants, forward and backward."""
+"""Batch norm in all its variants, forward and backward.
+
+What depends on no data is a program, worked out once for each signature.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchhalo.exchange.memory import formatted, laid_out, memory_format, strides
-from torchhalo.kernels.norms import input_gradient, normalize_, per_channel
+from torchhalo.exchange.memory import laid_out, memory_format, strides
+from torchhalo.kernels.norms import (
+    affine,
+    fused,
+    fused_batch_norm,
+    fused_input_gradient,
+    fused_statistics,
+    fused_sums,
+    input_gradient,
+    per_channel,
+)
 from torchhalo.ops.normalization import channel_placements, non_member_gradients, parameter_gradient
 from torchhalo.ops.reduction import Reduction
 from torchhalo.ops.statistics import deviations, merged, products, wide
-from torchhalo.torch_internals import collectives, dtensors, fake_tensors, handlers, redistribution, simulation
+from torchhalo.torch_internals import caching, collectives, dtensors, fake_tensors, handlers, redistribution, simulation
+from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.redistribution import local_as
 from torchhalo.torch_internals.tracing import depend_if_empty
 
 aten = torch.ops.aten
 
 
-def _updated(buffer: DTensor, value: DTensor, momentum: float, in_place: bool) -> DTensor:
-    """A running statistic after one more value."""
-    if any(p.is_partial() for p in buffer.placements):
-        raise NotImplementedError(f"batch_norm: running statistics must be Replicate or Shard, got {buffer.placements}")
-    shard = dtensors.local(redistribution.redistribute(value, buffer.placements))
-    target = dtensors.local(buffer) if in_place else dtensors.local(buffer).clone()
-    target.mul_(1 - momentum).add_(shard.to(target.dtype), alpha=momentum)
-    return dtensors.wrap(target, buffer.device_mesh, buffer.placements, dtensors.meta(buffer))
+class _Program:
+    """All of a batch norm, forward or backward, that is not data."""
+
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature) -> None:
+        self.input, (shape, stride, dtype) = input, input.meta
+        self.over = Reduction.between(mesh, input.placements, shape, (0, *range(2, len(shape))))
+        self.members, self.counts = self.over.members, self.over.counts()
+        self.channels, self.everywhere = channel_placements(input.placements), [Replicate()] * mesh.ndim
+        self.ndim, self.wide = len(shape), wide(dtype)
+        self.statistic = dtensors.Meta(shape[1:2], (1,), self.wide)
+        self.like_input = dtensors.Meta(shape, strides(shape, memory_format(shape, stride)), dtype)
 
 
-def _plain_batch_norm(op: handlers.Op, input: DTensor, *rest: Any) -> tuple[Any, ...]:
-    """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
-    if 0 in input.shape:
-        return fake_tensors.plain_result(op, input, *rest)
-    known = dtensors.signature(input)
-    shape, stride, dtype = known.meta
-    few = (2, shape[1], *[2] * (len(shape) - 2))
-    small = known._replace(meta=dtensors.Meta(few, strides(few, torch.contiguous_format), dtype))
-    first, *others = fake_tensors.plain_result(op, small, *rest)
-    return first._replace(shape=shape, stride=strides(shape, memory_format(shape, stride))), *others
+class _Forward(_Program):
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, op: handlers.Op, *rest: Any) -> None:
+        super().__init__(mesh, input)
+        self.results = self._plain(op, *rest)
+        self.places = [input.placements, *(self.channels if all(r.shape) else self.everywhere for r in self.results[1:])]
+        self.output = dtensors.Result(mesh, input.placements, self.results[0])
+        name = op.overloadpacket.__name__
+        self.updates, self.in_place = "with_update" in name, not name.endswith("functional")
+        self.unbiased = self.members / (self.members - 1) if self.members > 1 else float("inf")
+
+    def takes(self, buffer: DTensor) -> bool:
+        """Whether torch's kernels can update the shard of a running statistic."""
+        return list(buffer.placements) == self.channels and buffer.dtype == self.wide
+
+    def _plain(self, op: handlers.Op, *rest: Any) -> tuple[Any, ...]:
+        """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
+        shape, _, dtype = self.input.meta
+        if 0 in shape:
+            return fake_tensors.plain_result(op, self.input, *rest)
+        few = (2, shape[1], *[2] * (len(shape) - 2))
+        small = replace(self.input, meta=dtensors.Meta(few, strides(few, torch.contiguous_format), dtype))
+        first, *others = fake_tensors.plain_result(op, small, *rest)
+        return first._replace(shape=shape, stride=self.like_input.stride), *others
+
+
+def _key(value: Any) -> Any:
+    """Of an argument what a program depends on; numbers such as a momentum, which may change at each step, are not."""
+    if isinstance(value, DTensor):
+        return dtensors.signature(value)
+    return 0.5 if isinstance(value, float) else value
+
+
+def _update(
+    buffers: list[DTensor], targets: list[torch.Tensor], values: list[torch.Tensor], momentum: float, to: _Forward
+) -> None:
+    """Add one more value to each running statistic."""
+    shards = []
+    for buffer, value in zip(buffers, values, strict=False):
+        if list(buffer.placements) != to.channels:
+            wrapped = dtensors.wrap(value, to.over.mesh, to.channels, to.statistic)
+            value = dtensors.local(redistribution.redistribute(wrapped, buffer.placements))
+        shards.append(value.to(buffer.dtype))
+    if targets:
+        aten._foreach_lerp_.Scalar(targets, shards, momentum)  # one launch
 
 
 @handlers.register(
@@ -59,36 +111,43 @@ def batch_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = handlers.named(op, args, kwargs)
     names = ("input", "weight", "bias", "running_mean", "running_var")
     input, *parameters = dtensors.as_dtensors("batch_norm", **{name: given.get(name) for name in names})
-    results = _plain_batch_norm(op, *handlers.bind(op, args, kwargs))
-    training = given.get("training", "with_update" in op.overloadpacket.__name__)
-    eps = given["eps"] if "eps" in given else given["epsilon"]
     input = redistribution.reduce_partial(input)
-    over = Reduction.of(input, (0, *range(2, input.ndim)))
-    channels, everywhere = channel_placements(input.placements), [Replicate()] * over.mesh.ndim
-    places = [list(input.placements), *(channels if all(r.shape) else everywhere for r in results[1:])]
-    if done := dtensors.non_member_result(input, results, places):
+    given.update((name, tensor) for name, tensor in zip(names[1:], parameters, strict=True) if name in given)
+    rest = [_key(value) for value in list(given.values())[1:]]
+    program = caching.cached_on_mesh(input.device_mesh, _Forward, dtensors.signature(input), op, *rest)
+    results, channels, mesh = program.results, program.channels, input.device_mesh
+    if done := dtensors.non_member_result(input, results, program.places):
         return done
     weight, bias, running_mean, running_var = (local_as(tensor, channels) for tensor in parameters)
     buffers = [buffer for buffer in parameters[2:] if buffer is not None]
-    if training:
-        out, mean, rstd, squares = _train(input, over, weight, bias, eps, results[0])
-        meta = dtensors.Meta((input.shape[1],), (1,), mean.dtype)
-        latest = [dtensors.wrap(value, over.mesh, channels, meta) for value in (mean, squares / (over.members - 1))]
+    eps = given["eps"] if "eps" in given else given["epsilon"]
+    if given.get("training", program.updates):
         momentum = given["momentum"] if "momentum" in given else given["exponential_average_factor"]
-        in_place = not op.overloadpacket.__name__.endswith("functional")
-        buffers = [_updated(*pair, momentum, in_place) for pair in zip(buffers, latest, strict=False)]
+        if any(map(redistribution.is_partial, buffers)):
+            raise NotImplementedError(
+                f"batch_norm: running statistics must be Replicate or Shard, got {[b.placements for b in buffers]}"
+            )
+        targets = [dtensors.local(buffer) if program.in_place else dtensors.local(buffer).clone() for buffer in buffers]
+        if fused(dtensors.local(input)) and program.members and all(program.takes(buffer) for buffer in buffers):
+            out, mean, rstd = _train_fused(input, program, weight, bias, targets, momentum, eps)
+        else:
+            out, mean, rstd, variance = _train(input, program, weight, bias, eps)
+            _update(buffers, targets, [mean, variance], momentum, program)
+        if not program.in_place:
+            pairs = zip(targets, buffers, strict=True)
+            buffers = [dtensors.wrap(target, mesh, buffer.placements, dtensors.meta(buffer)) for target, buffer in pairs]
     else:
         assert running_mean is not None and running_var is not None
         mean, rstd = running_mean, (running_var + eps).rsqrt()
         out = simulation.per_rank(_evaluated, dtensors.local(input), weight, bias, running_mean, running_var, eps)
-    shards = [laid_out(out, results[0]), mean, rstd]
-    wrapped = [
-        dtensors.wrap(shard if all(result.shape) else shard.new_empty(0), over.mesh, place, result._replace(dtype=shard.dtype))
-        for shard, result, place in zip(shards, results, places, strict=False)
-    ]
-    rest = results[3:]
-    if rest and rest[0].dtype == torch.uint8:  # cuDNN's workspace
-        wrapped.append(dtensors.wrap(out.new_empty(0, dtype=torch.uint8), over.mesh, everywhere, rest[0]._replace(shape=(0,))))
+    wrapped = [program.output.wrap(laid_out(out, results[0]))]
+    for shard, result, place in zip((mean, rstd), results[1:], program.places[1:], strict=False):
+        shard = shard if all(result.shape) else shard.new_empty(0)
+        wrapped.append(dtensors.wrap(shard, mesh, place, result._replace(dtype=shard.dtype)))
+    more = results[3:]
+    if more and more[0].dtype == torch.uint8:  # cuDNN's workspace
+        workspace = out.new_empty(0, dtype=torch.uint8)
+        wrapped.append(dtensors.wrap(workspace, mesh, program.everywhere, more[0]._replace(shape=(0,))))
     return (*wrapped, *buffers[: len(results) - len(wrapped)])
 
 
@@ -105,27 +164,50 @@ def _evaluated(
 
 
 def _train(
-    input: DTensor,
-    over: Reduction,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    result: dtensors.Meta,
+    input: DTensor, program: _Forward, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """This rank's output; for its channels, the mean, one over the standard deviation, and the sum of squared deviations."""
-    counts, dtype = over.counts(), wide(input.dtype)
+    """This rank's output; for its channels, the mean, one over the standard deviation, and the unbiased variance."""
+    dtype, over = program.wide, program.over
 
     def finish(
         parts: torch.Tensor, rest: torch.Tensor, center: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        mean, squares = merged(parts, counts)
-        rstd = (squares / over.members + eps).rsqrt().to(dtype)
-        factors = (per_channel(tensor, rest.ndim, dtype) for tensor in (weight, bias))
-        out = normalize_(rest, (center - mean).to(dtype), rstd, *factors).to(result.dtype)
-        return depend_if_empty(out, parts), mean.view(-1).to(dtype), rstd.view(-1), squares.view(-1).to(dtype)
+        mean, variance = merged(parts, program.counts)
+        rstd, shift = (variance + eps).rsqrt(), center - mean
+        scale = rstd if weight is None else rstd * per_channel(weight, program.ndim)
+        shift = shift * scale if bias is None else torch.addcmul(per_channel(bias, program.ndim), shift, scale)
+        few = torch.stack([mean, rstd, variance * program.unbiased, scale, shift]).to(dtype)
+        out = affine(rest, few[3], few[4], in_place=True).to(program.results[0].dtype)
+        return depend_if_empty(out, parts), *few[:3].flatten(1).unbind()
 
     rest, center, parts = simulation.per_rank(deviations, dtensors.local(input), over.dims)
     return simulation.per_rank(finish, over.gather(parts), rest, center, weight, bias)
+
+
+def _train_fused(
+    input: DTensor,
+    program: _Forward,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running: list[torch.Tensor],
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """As `_train`, by torch's kernels, which update the running statistics too."""
+
+    def finish(
+        parts: torch.Tensor,
+        shard: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None = None,
+        var: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return fused_batch_norm(shard, parts, constant(program.counts, parts), weight, bias, mean, var, momentum, eps)
+
+    shard = dtensors.local(input)
+    parts = program.over.gather(simulation.per_rank(lambda shard: fused_statistics(shard, program.wide, eps), shard))
+    return simulation.per_rank(finish, parts, shard, weight, bias, *running)
 
 
 @handlers.register(
@@ -148,14 +230,12 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     mask = given.get("output_mask", [True, True, True])
     eps = given["eps"] if "eps" in given else given["epsilon"]
     input = redistribution.reduce_partial(input)
-    over = Reduction.of(input, (0, *range(2, input.ndim)))
-    channels = channel_placements(input.placements)
-    result = formatted(dtensors.meta(input), input)
-    meta = dtensors.Meta((input.shape[1],), (1,), input.dtype)
+    program = caching.cached_on_mesh(input.device_mesh, _Backward, dtensors.signature(input))
+    channels, dtype, ndim, over, result = program.channels, program.wide, program.ndim, program.over, program.like_input
+    meta = program.statistic
     if done := non_member_gradients(input, [result, meta, meta], [input.placements, channels, channels], mask):
         return done
     grad = redistribution.redistribute(grad, input.placements)
-    dtype, ndim = wide(input.dtype), input.ndim
     names = (
         ("save_mean", "save_invstd" if "save_invstd" in given else "save_var") if training else ("running_mean", "running_var")
     )
@@ -164,39 +244,47 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         for tensor in dtensors.as_dtensors("batch_norm backward", input=input, **{name: given[name] for name in names})[1:]
     ]
 
-    def factors(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        second = second.to(dtype)
-        pair = first.to(dtype), second if training else (second + eps).rsqrt()
-        return tuple(tensor.view(1, -1, *[1] * (ndim - 2)) for tensor in pair)
+    by_torch = training and fused(dtensors.local(input))
 
-    def summary(grad: torch.Tensor, shard: torch.Tensor, *statistics: torch.Tensor) -> torch.Tensor:
-        mean, rstd = factors(*statistics)
-        first, second = products(grad, shard, mean, over.dims)
-        return torch.stack([first, second * rstd])
+    def summary(grad: torch.Tensor, shard: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if by_torch:
+            return fused_sums(grad, shard, mean, rstd), mean, rstd
+        mean, rstd = (per_channel(each.to(dtype), ndim) for each in (mean, rstd))
+        rstd = rstd if training else (rstd + eps).rsqrt()
+        return products(grad, shard, mean, over.dims), mean, rstd
 
     def finish(
-        sums: torch.Tensor, grad: torch.Tensor, shard: torch.Tensor, weight: torch.Tensor | None, *statistics: torch.Tensor
+        sums: torch.Tensor,
+        grad: torch.Tensor,
+        shard: torch.Tensor,
+        weight: torch.Tensor | None,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
     ) -> torch.Tensor:
-        mean, rstd = factors(*statistics)
-        factor = per_channel(weight, ndim, dtype)
-        scale = rstd if factor is None else rstd * factor
-        if training:
-            sums = sums if factor is None else sums * factor
-            out = input_gradient(grad, shard, sums, mean, rstd, scale, over.members)
-        else:
-            out = grad * scale
+        if by_torch:
+            count = constant((program.members,), sums, torch.int32)
+            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, count), result)
+        scale = rstd if weight is None else rstd * per_channel(weight.to(dtype), ndim)
+        out = input_gradient(grad, shard, sums, mean, rstd, scale, scale, program.members) if training else grad * scale
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     shards = dtensors.local(grad), dtensors.local(input)
-    sums = simulation.per_rank(summary, *shards, *statistics)
+    sums, mean, rstd = simulation.per_rank(summary, *shards, *statistics)
     add_up = training and mask[0]
     sums = collectives.all_reduce(sums, over.mesh, over.axes) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = simulation.per_rank(finish, sums, *shards, local_as(weight, channels), *statistics)
-        found[0] = dtensors.wrap(out, over.mesh, input.placements, result)
-    places = [Partial() if axis in over.axes and not add_up else p for axis, p in enumerate(channels)]
-    for i, which in ((1, 1), (2, 0)):
-        if mask[i]:
-            found[i] = parameter_gradient(sums[which].reshape(-1), weight, input, input.shape[1:2], places)
+        found[0] = program.grad.wrap(simulation.per_rank(finish, sums, *shards, local_as(weight, channels), mean, rstd))
+    places = channels if add_up else program.partial
+    if mask[1]:
+        found[1] = parameter_gradient((sums[1] * rstd).reshape(-1), weight, input, input.shape[1:2], places)
+    if mask[2]:
+        found[2] = parameter_gradient(sums[0].reshape(-1), weight, input, input.shape[1:2], places)
     return tuple(found)
+
+
+class _Backward(_Program):
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature) -> None:
+        super().__init__(mesh, input)
+        self.grad = dtensors.Result(mesh, input.placements, self.like_input)
+        self.partial = [Partial() if axis in self.over.axes else p for axis, p in enumerate(self.channels)]

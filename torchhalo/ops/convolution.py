@@ -66,7 +66,7 @@ def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     shards = (None if tensor is None else dtensors.local(tensor) for tensor in (weight, bias))
     out = run(kernel, laid_out(dtensors.local(input), input), program.exchange, mesh, *shards, format=program.source_format)
-    return dtensors.wrap(laid_out(out, result), mesh, program.placements, result)
+    return program.result.wrap(laid_out(out, result))
 
 
 def stacked(source: Source, group: Sequence[Part]) -> torch.Tensor:

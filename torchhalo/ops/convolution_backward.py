@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.exchange.memory import dense, laid_out, memory_format, strides
+from torchhalo.exchange.memory import dense, laid_out
 from torchhalo.exchange.source import Source, run
 from torchhalo.kernels import depthwise, local_convolution
 from torchhalo.ops.convolution import function_name, halo_of, stacked, write_parts
@@ -23,16 +23,11 @@ aten = torch.ops.aten
 @handlers.register(aten.convolution_backward.default, traffic="the halo of the gradient of the output")
 def convolution_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
     """Handler of ``aten.convolution_backward``."""
-    bias_sizes, *parameters, mask = args[3:]
+    _, *parameters, mask = args[3:]
     name = f"{function_name(args[2], parameters[3])} backward"
     grad, input, weight = dtensors.as_dtensors(name, grad_output=args[0], input=args[1], weight=args[2])
     program = program_of(True, input, weight, None, *parameters)
     mesh = input.device_mesh
-    # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
-    format = memory_format(program.output.shape, program.output.stride)
-    shapes = tuple(input.shape), tuple(weight.shape), tuple(bias_sizes or ())
-    formats = format, format, torch.contiguous_format
-    results = [dtensors.Meta(shape, strides(shape, f), input.dtype) for shape, f in zip(shapes, formats, strict=True)]
     if process_groups.coordinate(mesh) is None:
         nothing = dtensors.local(input).new_empty(0)
         grads: list[torch.Tensor | None] = [nothing if wanted else None for wanted in mask]
@@ -40,8 +35,8 @@ def convolution_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[st
         grad = redistribution.redistribute(grad, program.grad_output)
         grads = _local_gradients(program, grad, input, weight, mask)
     wrapped = [
-        None if shard is None else dtensors.wrap(laid_out(shard, result), mesh, placements, result)
-        for shard, placements, result in zip(grads, program.grads, results, strict=True)
+        None if shard is None else result.wrap(laid_out(shard, result.meta))
+        for shard, result in zip(grads, program.gradients, strict=True)
     ]
     if wrapped[1] is not None:
         wrapped[1] = redistribution.redistribute(

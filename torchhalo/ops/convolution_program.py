@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import layout
-from torchhalo.exchange.memory import croppable, memory_format
+from torchhalo.exchange.memory import croppable, memory_format, strides
 from torchhalo.exchange.parts import forced_parts, worthwhile
 from torchhalo.exchange.plan import Plan, exchange_between
 from torchhalo.geometry import Box
@@ -86,6 +86,8 @@ class Program:
         config = Convolution.of(len(weight.meta.shape) - 2, arguments)
         config.check_output_padding()
         (self.output,) = fake_tensors.plain_result(aten.convolution.default, input, weight, bias, *config.spread())
+        # Fake tensors do not know the gradients' memory format in every release; the kernels give them the output's.
+        format = memory_format(self.output.shape, self.output.stride)
         roles, groups = _roles(input.placements, weight.placements, mesh, config)
         self.input, self.weight, self.bias, self.placements, self.grad_output, *self.grads = zip(*roles, strict=True)
         self.summed = [axis for axis, role in enumerate(roles) if isinstance(role.output, Partial)]
@@ -102,6 +104,10 @@ class Program:
         self._kernel, self._weights = weight.meta.shape[2:], prod(weight.meta.shape)
         self._depthwise = weight.meta.shape[:2] == (config.groups, 1)
         self._device, self._itemsize = input.device, input.meta.dtype.itemsize
+        shapes = (input.meta.shape, format), (weight.meta.shape, format), (self.output.shape[1:2], torch.contiguous_format)
+        metas = [dtensors.Meta(shape, strides(shape, each), input.meta.dtype) for shape, each in shapes]
+        self.result = dtensors.Result(mesh, self.placements, self.output)
+        self.gradients = [dtensors.Result(mesh, *pair) for pair in zip(self.grads, metas, strict=True)]
         self._work: dict[tuple[int, ...], Work] = {}
 
     def work(self, coordinate: tuple[int, ...], plan: Plan) -> Work:

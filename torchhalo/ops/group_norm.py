@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchhalo.exchange.memory import formatted, laid_out, memory_format, strides
-from torchhalo.geometry import Span
-from torchhalo.kernels.norms import input_gradient, normalize_, per_channel
+from torchhalo.exchange.memory import laid_out, memory_format, strides
+from torchhalo.geometry import Box, Span
+from torchhalo.kernels.norms import affine, input_gradient
 from torchhalo.ops.normalization import Placements, channel_placements, non_member_gradients, parameter_gradient
 from torchhalo.ops.reduction import Reduction
 from torchhalo.ops.statistics import deviations, merged, products, wide
-from torchhalo.torch_internals import collectives, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals import (
+    caching,
+    collectives,
+    dtensors,
+    fake_tensors,
+    handlers,
+    process_groups,
+    redistribution,
+    simulation,
+)
 from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.redistribution import local_as
 from torchhalo.torch_internals.tracing import depend_if_empty
@@ -30,55 +39,97 @@ class _Groups(NamedTuple):
     size: int
     groups: int
 
-    def lengths(self) -> list[int]:
+    @property
+    def all(self) -> bool:
+        """Whether it owns every channel."""
+        return self.channels.size == self.groups * self.size
+
+    def lengths(self) -> tuple[int, ...]:
         """How many of the rank's channels each group has."""
-        return [(self.channels & Span(g * self.size, (g + 1) * self.size)).size for g in range(self.groups)]
+        return tuple((self.channels & Span(g * self.size, (g + 1) * self.size)).size for g in range(self.groups))
 
     def whole(self, cells: torch.Tensor) -> torch.Tensor:
         """Zeros for the channels of other ranks: ``[..., own] -> [..., all]``."""
+        if self.all:
+            return cells
         return aten.constant_pad_nd(cells, [self.channels.start, self.groups * self.size - self.channels.stop])
 
     def sum(self, cells: torch.Tensor) -> torch.Tensor:
-        """Over the rank's channels of each group: ``[N, own, 1, 1] -> [N, groups]``."""
-        return self.whole(cells.flatten(1)).unflatten(1, (self.groups, self.size)).sum(2)
+        """Over the rank's channels of each group: ``[..., own] -> [..., groups]``."""
+        return self.whole(cells).unflatten(-1, (self.groups, self.size)).sum(-1)
 
-    def spread(self, groups: torch.Tensor, ndim: int) -> torch.Tensor:
-        """To each of the rank's channels what its group has: ``[N, groups] -> [N, own, 1, 1]``."""
-        every = groups.unsqueeze(2).expand(-1, -1, self.size).flatten(1)
-        return every[:, self.channels.start : self.channels.stop].reshape(len(every), self.channels.size, *[1] * (ndim - 2))
+    def spread(self, groups: torch.Tensor) -> torch.Tensor:
+        """To each of the rank's channels what its group has: ``[..., groups] -> [..., own]``."""
+        every = groups.unsqueeze(-1).expand(*groups.shape, self.size).flatten(-2)
+        return every if self.all else every[..., self.channels.start : self.channels.stop]
 
 
-def _groups(over: Reduction, coordinate: Sequence[int], count: int) -> _Groups:
-    return _Groups(over.layout.owned(coordinate).spans[1], over.layout.shape[1] // count, count)
+class _Program:
+    """All of a group norm, forward or backward, that is not data."""
+
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, count: int) -> None:
+        shape, stride, dtype = input.meta
+        self.over = Reduction.between(mesh, input.placements, shape, range(1, len(shape)))
+        self.count, self._size = count, shape[1] // count
+        self.members, self.wide, self.ndim = self.over.members // count, wide(dtype), len(shape)
+        self.spatial = tuple(range(2, len(shape)))
+        self.rows = [p if p == Shard(0) else Replicate() for p in input.placements]
+        self.channels = channel_placements(input.placements)
+        self.like_input = dtensors.Meta(shape, strides(shape, memory_format(shape, stride)), dtype)
+        self.grad = dtensors.Result(mesh, input.placements, self.like_input)
+        boxes = self.over.boxes()
+        counts = [
+            tuple(length * _volume(box) for length in _Groups(box.spans[1], self._size, count).lengths()) for box in boxes
+        ]
+        alike = all(len(set(each)) == 1 for each in counts)
+        self.counts: tuple[Any, ...] = tuple(each[0] for each in counts) if alike else tuple(counts)
+        self._groups: dict[tuple[int, ...], _Groups] = {}
+
+    def groups(self, coordinate: tuple[int, ...]) -> _Groups:
+        if coordinate not in self._groups:
+            self._groups[coordinate] = _Groups(self.over.layout.owned(coordinate).spans[1], self._size, self.count)
+        return self._groups[coordinate]
+
+
+class _Forward(_Program):
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, *rest: Any) -> None:
+        super().__init__(mesh, input, rest[-1])
+        first, *others = fake_tensors.plain_result(aten.native_group_norm.default, input, *rest, 0.5)
+        # Fake tensors have other strides along dims of size 1.
+        self.results = [first._replace(stride=strides(first.shape, memory_format(*first[:2]))), *others]
+        places = input.placements, self.rows, self.rows
+        dtypes = first.dtype, self.wide, self.wide
+        self.wraps = [
+            dtensors.Result(mesh, place, result._replace(dtype=dtype))
+            for place, result, dtype in zip(places, self.results, dtypes, strict=True)
+        ]
+
+
+def _volume(box: Box) -> int:
+    """How many elements of each channel a box has."""
+    return prod(span.size for span in box.spans[2:])
 
 
 @handlers.register(aten.native_group_norm.default, traffic="two numbers per sample and group from every rank")
 def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Handler of ``aten.native_group_norm``; channels may be sharded in any way, also across groups."""
     input, weight, bias = dtensors.as_dtensors("group_norm", input=args[0], weight=args[1], bias=args[2])
-    results = list(fake_tensors.plain_result(op, input, weight, bias, *args[3:]))
-    # Fake tensors have other strides along dims of size 1.
-    shape, stride, _ = results[0]
-    results[0] = results[0]._replace(stride=strides(shape, memory_format(shape, stride)))
-    count, eps = args[6:]
     input = redistribution.reduce_partial(input)
-    over = Reduction.of(input, range(1, input.ndim))
-    rows = [p if p == Shard(0) else Replicate() for p in input.placements]
-    if done := dtensors.non_member_result(input, results, [input.placements, rows, rows]):
+    signatures = [None if tensor is None else dtensors.signature(tensor) for tensor in (input, weight, bias)]
+    program = caching.cached_on_mesh(input.device_mesh, _Forward, *signatures, *map(int, args[3:7]))
+    over, dtype, result, eps = program.over, program.wide, program.results[0], args[7]
+    if done := dtensors.non_member_result(input, program.results, [input.placements, program.rows, program.rows]):
         return done
-    spatial, dtype = range(2, input.ndim), wide(input.dtype)
-    counts = [
-        [length * _size(box.spans[2:]) for length in _Groups(box.spans[1], input.shape[1] // count, count).lengths()]
-        for box in over.boxes()
-    ]
 
     def summary(shard: torch.Tensor, coordinate: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        groups = _groups(over, coordinate, count)
-        rest, center, (means, squares) = deviations(shard, spatial)
+        groups = program.groups(coordinate)
+        rest, center, parts = deviations(shard, program.spatial)
+        means, variances = parts.flatten(2).unbind()
         # from channels to groups, as from ranks to all
-        mean = groups.sum(means) / constant([max(1, length) for length in groups.lengths()], means)
-        apart = (means - groups.spread(mean, shard.ndim)).square() * _size(shard.shape[2:])
-        return rest, center, torch.stack([mean, groups.sum(squares + apart)])
+        lengths: Any = groups.size if groups.all else constant(groups.lengths(), means).clamp(min=1)
+        mean = groups.sum(means) / lengths
+        apart = means - groups.spread(mean)
+        return rest, center, torch.stack([mean, groups.sum(torch.addcmul(variances, apart, apart)) / lengths])
 
     def finish(
         parts: torch.Tensor,
@@ -88,27 +139,21 @@ def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         bias: torch.Tensor | None,
         coordinate: tuple[int, ...],
     ) -> tuple[torch.Tensor, ...]:
-        groups = _groups(over, coordinate, count)
-        mean, squares = merged(parts, counts)
-        rstd = (squares / (over.members // count) + eps).rsqrt().to(dtype)
-        factors = (per_channel(tensor, rest.ndim, dtype) for tensor in (weight, bias))
-        shift = (center - groups.spread(mean, rest.ndim)).to(dtype)
-        out = normalize_(rest, shift, groups.spread(rstd, rest.ndim), *factors)
-        return depend_if_empty(laid_out(out.to(results[0].dtype), results[0]), parts), mean.to(dtype), rstd
+        mean, variance = merged(parts, program.counts)
+        few = torch.stack([mean, (variance + eps).rsqrt()])
+        means, scale = program.groups(coordinate).spread(few).unbind()
+        scale = scale if weight is None else scale * weight
+        shift = center.flatten(1) - means
+        shift = shift * scale if bias is None else torch.addcmul(bias, shift, scale)
+        scale, shift = torch.stack([scale, shift]).to(dtype).view(2, *center.shape).unbind()
+        out = affine(rest, scale, shift, in_place=True)
+        return depend_if_empty(laid_out(out.to(result.dtype), result), parts), *few.to(dtype).unbind()
 
     where = process_groups.coordinate(over.mesh)
     rest, center, parts = simulation.per_rank(summary, dtensors.local(input), where)
-    channels = channel_placements(input.placements)
-    parameters = local_as(weight, channels), local_as(bias, channels)
+    parameters = local_as(weight, program.channels), local_as(bias, program.channels)
     shards = simulation.per_rank(finish, over.gather(parts), rest, center, *parameters, where)
-    return tuple(
-        dtensors.wrap(shard, over.mesh, place, result._replace(dtype=shard.dtype))
-        for shard, place, result in zip(shards, (input.placements, rows, rows), results, strict=True)
-    )
-
-
-def _size(spans: Sequence[Any]) -> int:
-    return prod(span if isinstance(span, int) else span.size for span in spans)
+    return tuple(known.wrap(shard) for known, shard in zip(program.wraps, shards, strict=True))
 
 
 @handlers.register(
@@ -121,15 +166,12 @@ def group_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     grad, input, mean, rstd, weight = dtensors.as_dtensors("group_norm backward", **dict(zip(names, args, strict=False)))
     count, mask = args[8:]
     input = redistribution.reduce_partial(input)
-    over = Reduction.of(input, range(1, input.ndim))
-    channels = channel_placements(input.placements)
-    rows = [p if p == Shard(0) else Replicate() for p in input.placements]
-    result = formatted(dtensors.meta(input), input)
+    program = caching.cached_on_mesh(input.device_mesh, _Program, dtensors.signature(input), count)
+    over, rows, dtype, ndim, result = program.over, program.rows, program.wide, program.ndim, program.like_input
     meta = dtensors.Meta((input.shape[1],), (1,), input.dtype)
     if done := non_member_gradients(input, [result, meta, meta], [input.placements, rows, rows], mask):
         return done
     grad = redistribution.redistribute(grad, input.placements)
-    spatial, dtype, ndim = range(2, input.ndim), wide(input.dtype), input.ndim
 
     def summary(
         grad: torch.Tensor,
@@ -138,47 +180,39 @@ def group_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         rstd: torch.Tensor,
         weight: torch.Tensor | None,
         coordinate: tuple[int, ...],
-    ) -> torch.Tensor:
-        groups = _groups(over, coordinate, count)
-        first, second = products(grad, shard, groups.spread(mean.to(dtype), ndim), spatial)
-        sums = torch.stack([first, second * groups.spread(rstd.to(dtype), ndim)])
-        factor = per_channel(weight, ndim, dtype)
-        per_group = [groups.sum(cells) for cells in (sums if factor is None else sums * factor)]
-        channels = groups.whole(sums.flatten(2).sum(1))
-        return torch.cat([torch.stack(per_group).flatten(), channels.flatten()])
+    ) -> tuple[torch.Tensor, ...]:
+        groups = program.groups(coordinate)
+        center, spread = groups.spread(torch.stack([mean, rstd]).to(dtype)).unbind()
+        sums = products(grad, shard, center.reshape(*center.shape, *[1] * (ndim - 2)), program.spatial).flatten(2)
+        per_group = groups.sum(sums if weight is None else sums * weight.to(dtype))
+        first, second = sums.unbind()
+        channels = groups.whole(torch.stack([first.sum(0), (second * spread).sum(0)]))
+        return torch.cat([per_group.flatten(), channels.flatten()]), center, spread
 
     def finish(
         sums: torch.Tensor,
         grad: torch.Tensor,
         shard: torch.Tensor,
-        mean: torch.Tensor,
-        rstd: torch.Tensor,
+        center: torch.Tensor,
+        spread: torch.Tensor,
         weight: torch.Tensor | None,
         coordinate: tuple[int, ...],
     ) -> torch.Tensor:
-        groups = _groups(over, coordinate, count)
-        per_group = sums[: 2 * rstd.numel()].view(2, *rstd.shape)
-        center, spread = (groups.spread(each.to(dtype), ndim) for each in (mean, rstd))
-        factor = per_channel(weight, ndim, dtype)
-        per_cell = torch.stack([groups.spread(each, ndim) for each in per_group])
-        scale = spread if factor is None else spread * factor
-        out = input_gradient(grad, shard, per_cell, center, spread, scale, over.members // count)
+        per_group = sums[: 2 * len(shard) * count].view(2, len(shard), count)
+        few = [*program.groups(coordinate).spread(per_group).unbind(), center, spread]
+        few.append(spread if weight is None else spread * weight.to(dtype))
+        *per_cell, center, spread, scale = (each.reshape(*each.shape, *[1] * (ndim - 2)) for each in few)
+        out = input_gradient(grad, shard, per_cell, center, spread, scale, spread, program.members)
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     where = process_groups.coordinate(over.mesh)
-    shards = (
-        dtensors.local(grad),
-        dtensors.local(input),
-        local_as(mean, rows),
-        local_as(rstd, rows),
-        local_as(weight, channels),
-    )
-    sums = simulation.per_rank(summary, *shards, where)
+    shards = dtensors.local(grad), dtensors.local(input)
+    factor = local_as(weight, program.channels)
+    sums, center, spread = simulation.per_rank(summary, *shards, local_as(mean, rows), local_as(rstd, rows), factor, where)
     sums = collectives.all_reduce(sums, over.mesh, over.axes) if mask[0] else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
-        out = simulation.per_rank(finish, sums, *shards, where)
-        found[0] = dtensors.wrap(out, over.mesh, input.placements, result)
+        found[0] = program.grad.wrap(simulation.per_rank(finish, sums, *shards, center, spread, factor, where))
     summed = [axis for axis, p in enumerate(input.placements) if p == Shard(0) or (axis in over.axes and not mask[0])]
     places: Placements = [Partial() if axis in summed else Replicate() for axis in range(over.mesh.ndim)]
     size = input.shape[1]

@@ -13,7 +13,6 @@ written as summands that add up to it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,6 +99,12 @@ _writers, _views = handlers.aliasing_ops()
 _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 
+@handlers.register(aten.detach.default, traffic="nothing")
+def detach(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of ``aten.detach``, which autograd calls for all that it saves: hundreds of times a step."""
+    return dtensors.detached(args[0])
+
+
 @handlers.wrap_handler(*_views)
 def track_views(handler: handlers.Handler) -> handlers.Handler:
     """A view of a piece, or of a view of one, knows it.
@@ -110,7 +115,10 @@ def track_views(handler: handlers.Handler) -> handlers.Handler:
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         base = args[0] if args else None
         counted = torch.is_inference_mode_enabled() and isinstance(base, DTensor) and not base.is_inference()
-        with stale_views.version_counters() if counted else contextlib.nullcontext():
+        if counted:
+            with stale_views.version_counters():
+                out = handler(op, args, kwargs)
+        else:
             out = handler(op, args, kwargs)
         if isinstance(base, DTensor) and stale_views.get_origin(base) is not None:
             for tensor in out if isinstance(out, (list, tuple)) else (out,):
@@ -126,6 +134,11 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
 
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if handler is handlers.stock and _alike(op, args, kwargs):
+            op(*map(_shards, args), **kwargs)
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                follow(tensor, op, args)
+            return args[0] if op._schema.returns else None
         targets = handlers.mutated_arguments(op, args, kwargs)
         if op not in _overwriting and any(map(redistribution.is_partial, targets)):
             variant = handlers.functional_variant(op)
@@ -140,10 +153,13 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
             args = (args[0], *(_beside(arg, args[0]) for arg in args[1:]))
         out = handler(op, args, kwargs)
         for tensor in targets:
-            if stale_views.get_origin(tensor) is not None:
-                _write_back(tensor, known_everywhere(op, args))
-            _mark_views_stale(tensor)
+            follow(tensor, op, args)
         return out
+
+    def follow(tensor: DTensor, op: handlers.Op, args: tuple[Any, ...]) -> None:
+        if stale_views.get_origin(tensor) is not None:
+            _write_back(tensor, known_everywhere(op, args))
+        _mark_views_stale(tensor)
 
     return wrapper
 
@@ -163,6 +179,40 @@ def _write_summands(op: handlers.Op, targets: Sequence[DTensor], results: Any) -
 def _pointwise(op: handlers.Op) -> bool:
     first = op._schema.arguments[0].alias_info
     return torch.Tag.pointwise in op.tags and first is not None and first.is_write
+
+
+def _alike(op: handlers.Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an op may write to the shards as it would to the whole tensors, without asking DTensor for a rule.
+
+    That is so for the foreach ops of optimizers too, of which each writes to hundreds of parameters.
+    """
+    if not _elementwise(op) or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return False
+    lists = [arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args]
+    if not all(isinstance(target, DTensor) for target in lists[0]):
+        return False
+    layouts = [(t.device_mesh, t.placements, t.shape) for t in lists[0]]
+    if not all(isinstance(p, (Shard, Replicate)) for placements in {each[1] for each in layouts} for p in placements):
+        return False
+    return all(
+        not isinstance(arg, torch.Tensor) or (isinstance(arg, DTensor) and (arg.device_mesh, arg.placements, arg.shape) == each)
+        for others in lists[1:]
+        for arg, each in zip(others, layouts, strict=False)
+    )
+
+
+def _shards(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_shards(each) for each in arg]
+    return dtensors.local(arg) if isinstance(arg, DTensor) else arg
+
+
+@lru_cache(maxsize=4096)
+def _elementwise(op: handlers.Op) -> bool:
+    """Whether an op writes to each element of its first argument, or of each tensor in it, what depends on those beside it."""
+    if op._schema.name.startswith("aten::_foreach_"):
+        return op._schema.name.endswith("_")
+    return _pointwise(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _beside(arg: Any, target: DTensor) -> Any:

@@ -52,13 +52,13 @@ def layer_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return deviations(shard, over.dims)
         rest = shard.to(dtype, copy=True)
         squares = total(rest.square(), over.dims)
-        return rest, torch.zeros_like(squares), squares
+        return rest, torch.zeros_like(squares), squares / over.members
 
     def finish(
         parts: torch.Tensor, rest: torch.Tensor, center: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        mean, squares = merged(parts, counts) if centered else (center, parts)
-        rstd = (squares / over.members + eps).rsqrt().to(dtype)
+        mean, variance = merged(parts, counts) if centered else (center, parts)
+        rstd = (variance + eps).rsqrt().to(dtype)
         out = normalize_(rest, (center - mean).to(dtype), rstd, *(_in_row(tensor, lead, dtype) for tensor in (weight, bias)))
         return (
             depend_if_empty(laid_out(out.to(results[0].dtype), results[0]), parts),
@@ -130,7 +130,7 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         rest = shard.to(dtype, copy=True) if mean is None else shard - mean.to(dtype)
         rstd, factor = rstd.to(dtype), _in_row(weight, lead, dtype)
         weighted = grad.to(dtype) if factor is None else grad * factor
-        second = total(weighted * rest, over.dims) * rstd
+        second = total(weighted * rest, over.dims)
         first = total(weighted, over.dims) if centered else torch.zeros_like(second)
         each = grad * rest * rstd if mask[1] else rest
         sums = [total(tensor, range(lead)).view(shard.shape[lead:]) for tensor in (each, grad)]
@@ -140,7 +140,7 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         sums: torch.Tensor, weighted: torch.Tensor, shard: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
     ) -> torch.Tensor:
         rstd = rstd.to(dtype)
-        out = input_gradient(weighted, shard, sums, None if mean is None else mean.to(dtype), rstd, rstd, over.members)
+        out = input_gradient(weighted, shard, sums, None if mean is None else mean.to(dtype), rstd, rstd, rstd, over.members)
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
 
     if over.axes or (input.device.type == "cpu" and not centered):  # the CPU has no kernel of RMS norm's gradient

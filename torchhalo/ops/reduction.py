@@ -45,11 +45,18 @@ class Reduction(NamedTuple):
     @classmethod
     def of(cls, input: DTensor, dims: Sequence[int] | None = None) -> Reduction:
         """The reduction of ``input`` over ``dims``, or over all."""
-        ndim = input.ndim
+        return cls.between(input.device_mesh, input.placements, input.shape, dims)
+
+    @classmethod
+    def between(
+        cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dims: Sequence[int] | None = None
+    ) -> Reduction:
+        """The same of a tensor of global ``shape``."""
+        ndim = len(shape)
         over = tuple(sorted({dim % ndim for dim in dims})) if dims and ndim else tuple(range(ndim))
-        cut = layout(input.shape, input.device_mesh, input.placements)
+        cut = layout(shape, mesh, placements)
         axes = tuple(sorted(axis for dim in over for axis in cut.cuts[dim]))
-        return cls(input.device_mesh, tuple(input.placements), cut, over, axes)
+        return cls(mesh, tuple(placements), cut, over, axes)
 
     @property
     def members(self) -> int:
@@ -64,9 +71,9 @@ class Reduction(NamedTuple):
             found.append(self.layout.owned([coordinate.get(axis, 0) for axis in range(self.mesh.ndim)]))
         return found
 
-    def counts(self) -> list[int]:
+    def counts(self) -> tuple[int, ...]:
         """How many elements each rank along ``axes`` reduces to one, in the order of `gather`."""
-        return [prod(box.spans[dim].size for dim in self.dims) for box in self.boxes()]
+        return tuple(prod(box.spans[dim].size for dim in self.dims) for box in self.boxes())
 
     def gather(self, summary: torch.Tensor) -> torch.Tensor:
         """The summaries of the ranks along ``axes``, stacked along a new first dim, by one collective."""

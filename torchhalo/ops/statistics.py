@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
 from torchhalo.exchange.memory import canonical, memory_format
+from torchhalo.kernels import norms
 from torchhalo.torch_internals import tracing
 from torchhalo.torch_internals.constants import constant
 
@@ -28,16 +30,15 @@ def total(input: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 def deviations(input: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one rank's part: the differences from its mean over ``dims``, that mean, and a summary for `merged`.
 
-    The summary is the mean and the sum of squared differences, in float64: where the mean is large beside the differences,
+    The summary is the mean and the mean of squared differences, in float64: where the mean is large beside the differences,
     its rounding would be all that is left of the difference between two ranks' means. What rounding has left in the
     differences is taken out of both numbers.
     """
     count = max(1, prod(input.shape[dim] for dim in dims))
-    center = total(input, dims) / count
+    center = input.mean(list(dims), True, dtype=wide(input.dtype)) if dims and input.numel() else total(input, dims)
     rest = input - center
-    slip, squares = products(rest, rest, None, dims).double()
-    slip = slip / count
-    return rest, center, torch.stack([center + slip, squares - count * slip.square()])
+    slip, variance = (products(rest, rest, None, dims).double() / count).unbind()
+    return rest, center, torch.stack([center + slip, torch.addcmul(variance, slip, slip, value=-1)])
 
 
 def products(first: torch.Tensor, second: torch.Tensor, center: torch.Tensor | None, dims: Sequence[int]) -> torch.Tensor:
@@ -50,7 +51,7 @@ def products(first: torch.Tensor, second: torch.Tensor, center: torch.Tensor | N
     """
     spatial = tuple(range(2, first.ndim))
     by_channel = spatial and tuple(dims) in (spatial, (0, *spatial)) and first.dtype == second.dtype
-    if not by_channel or first.device.type != "cpu" or not first.numel() or tracing.is_traced(first):
+    if not by_channel or first.device.type != "cpu" or first.numel() < norms.SMALL or tracing.is_traced(first):
         second = second if center is None else second - center
         return torch.stack([total(first, dims), total(first * second, dims)])
     format = memory_format(second.shape, second.stride())
@@ -70,19 +71,34 @@ def products(first: torch.Tensor, second: torch.Tensor, center: torch.Tensor | N
     return found.view(*found.shape, *[1] * len(spatial))
 
 
-def merged(parts: torch.Tensor, counts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared deviations of all, from those of the parts (Chan's formula).
+def merged(parts: torch.Tensor, counts: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and mean of squared deviations of all, from those of the parts (Chan's formula).
 
     Args:
-        parts: ``[part, 2, ...]``, the means and the sums of squares.
-        counts: For each part, how many elements it has: a number, or a list that fits the last dims of ``parts``.
+        parts: ``[part, 2, ...]``, the means and the means of squares.
+        counts: For each part, how many elements it has: a number, or a tuple that fits the last dim of ``parts``.
     """
-    means, squares = parts.unbind(1)
+    means, variances = parts.unbind(1)
     if len(counts) == 1:
-        return means[0], squares[0]
-    count = constant(counts, parts)
-    count = count.view(len(counts), *[1] * (means.ndim - count.ndim), *count.shape[1:])
-    share = count / count.sum(0)
-    center = (share * means).sum(0)
-    center = center + (share * (means - center)).sum(0)
-    return center, (squares + count * (means - center).square()).sum(0)
+        return means[0], variances[0]
+    share = constant(_shares(counts), parts)
+
+    def average(values: torch.Tensor) -> torch.Tensor:
+        if share.ndim == 1:  # one launch
+            return (share @ values.reshape(len(counts), -1)).view(values.shape[1:])
+        return (values * share.view(len(counts), *[1] * (values.ndim - 2), -1)).sum(0)
+
+    # From the first part's mean on: where all means are equal, rounding leaves nothing.
+    apart = means - means[0]
+    center = average(apart)
+    apart = apart - center
+    return means[0] + center, average(torch.addcmul(variances, apart, apart))
+
+
+@lru_cache(maxsize=4096)
+def _shares(counts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What part of all elements each part has; where there are none, nothing."""
+    if isinstance(counts[0], tuple):
+        return tuple(zip(*map(_shares, zip(*counts, strict=True)), strict=True))
+    whole = max(1, sum(counts))
+    return tuple(count / whole for count in counts)

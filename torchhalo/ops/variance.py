@@ -42,8 +42,8 @@ def variance(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return deviations(shard, over.dims)[2]
 
         def merge(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            center, squares = merged(parts, counts)
-            spread = squares / max(0, over.members - correction)
+            center, spread = merged(parts, counts)
+            spread = spread * over.members / max(0, over.members - correction)
             return (spread.sqrt() if name.startswith("std") else spread), center
 
         found = simulation.per_rank(merge, over.gather(simulation.per_rank(summary, dtensors.local(input))))

@@ -77,7 +77,8 @@ class plain_as_replicated(TorchFunctionMode):
         mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
         if mesh is None:
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
-        args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
+        if _any_plain((args, kwargs)):
+            args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
         out = func(*args, **kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
@@ -227,7 +228,8 @@ def _any_plain(argument: Any) -> bool:
         argument = argument.values()
     elif not isinstance(argument, (list, tuple)):
         return False
-    return any(map(_any_plain, argument))
+    # An optimizer gives hundreds of DTensors in a list.
+    return any(type(each) is not DTensor and _any_plain(each) for each in argument)
 
 
 class _Replicate:

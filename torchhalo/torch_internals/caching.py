@@ -14,6 +14,7 @@ CACHE_SIZE = 4096
 
 
 R = TypeVar("R")
+_MISSING: Any = object()
 
 
 def cached_on_mesh(mesh: DeviceMesh, make: Callable[..., R], *key: Any) -> R:
@@ -23,12 +24,13 @@ def cached_on_mesh(mesh: DeviceMesh, make: Callable[..., R], *key: Any) -> R:
     """
     kept: dict[Any, R] = mesh.__dict__.setdefault("_torchhalo", _MeshCache())
     known = make, *key
-    if known not in kept:
+    found = kept.get(known, _MISSING)
+    if found is _MISSING:
         if len(kept) >= CACHE_SIZE:
             kept.clear()
-        kept[known] = make(mesh, *key)
+        found = kept[known] = make(mesh, *key)
         _count_miss()
-    return kept[known]
+    return found
 
 
 class _Misses(threading.local):

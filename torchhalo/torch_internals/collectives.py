@@ -56,7 +56,9 @@ def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
     group = submesh_group(mesh, axes)[0]
     for watcher in watchers:
         watcher.collective(Collective("all_reduce", tensor, group))
-    return funcol.all_reduce(tensor, reduction, group)
+    if is_traced(tensor) or local_tensor_mode():
+        return funcol.all_reduce(tensor, reduction, group)
+    return torch.ops._c10d_functional.all_reduce(tensor, reduction, group.group_name)
 
 
 def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
@@ -70,9 +72,13 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> t
     group, places = submesh_group(mesh, axes)
     for watcher in watchers:
         watcher.collective(Collective("all_gather", tensor, group))
-    # torch 2.13 renamed it
-    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-    found = wait(gather(tensor.contiguous().unsqueeze(0), 0, group))
+    rows = tensor.contiguous().unsqueeze(0)
+    if is_traced(tensor) or local_tensor_mode():
+        # torch 2.13 renamed it
+        gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+        found = wait(gather(rows, 0, group))
+    else:
+        found = wait(torch.ops._c10d_functional.all_gather_into_tensor(rows, len(places), group.group_name))
     return found if places == tuple(range(len(places))) else torch.stack([found[place] for place in places])
 
 

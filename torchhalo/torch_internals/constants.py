@@ -34,4 +34,5 @@ def constant(values: Sequence[Any], like: torch.Tensor, dtype: torch.dtype | Non
 
 
 def _hashable(values: Any) -> Any:
-    return tuple(map(_hashable, values)) if isinstance(values, (list, tuple)) else values
+    """``values`` as a key; a tuple is one, and must hold none but tuples and numbers."""
+    return tuple(map(_hashable, values)) if isinstance(values, list) else values

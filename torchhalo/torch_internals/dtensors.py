@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.torch_internals.caching import cached_on_mesh
+from torchhalo.torch_internals.caching import CACHE_SIZE, cached_on_mesh
 from torchhalo.torch_internals.calls import Op
 from torchhalo.torch_internals.handlers import named
 from torchhalo.torch_internals.process_groups import coordinate
@@ -40,29 +42,76 @@ def wrap(shard: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
     """The DTensor with global ``meta`` of which this rank holds ``shard``."""
     key = _spec, tuple(placements), meta
     spec = _spec(mesh, *key[1:]) if is_traced(shard) else cached_on_mesh(mesh, *key)
-    return DTensor(bare(shard), spec, requires_grad=False)
+    return _new(bare(shard), spec)
+
+
+def _new(shard: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor, without the ``__init__`` that does nothing but keep Dynamo out, which takes longer than the rest."""
+    return DTensor.__new__(DTensor, shard, spec, requires_grad=False)
+
+
+def detached(tensor: DTensor) -> DTensor:
+    """``tensor.detach()``, below autograd."""
+    return _new(tensor._local_tensor.detach(), tensor._spec)
+
+
+class Result:
+    """A result whose placements and `Meta` are known beforehand: `wrap` with nothing to look up."""
+
+    def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement], meta: Meta) -> None:
+        self.mesh, self.placements, self.meta = mesh, tuple(placements), meta
+        self._spec = cached_on_mesh(mesh, _spec, self.placements, meta)
+
+    def wrap(self, shard: torch.Tensor) -> DTensor:
+        """The DTensor of which this rank holds ``shard``."""
+        if is_traced(shard):
+            return wrap(shard, self.mesh, self.placements, self.meta)
+        return _new(bare(shard), self._spec)
 
 
 def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: Meta) -> DTensorSpec:
     return DTensorSpec(mesh, placements, TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
 
 
-class Signature(NamedTuple):
+@dataclass(frozen=True)
+class Signature:
     """All of a DTensor that is not data, but for its mesh."""
 
     placements: tuple[Placement, ...]
     meta: Meta
     device: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.placements, self.meta, self.device)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+
+#: By the identity of a spec, of which most tensors of a kind share one.
+_signatures: dict[tuple[int, str], tuple[ref[DTensorSpec], object, Signature]] = {}
+
 
 def signature(tensor: DTensor) -> Signature:
     """What `cached_on_mesh` may depend on."""
-    spec = tensor._spec
+    spec, shard = tensor._spec, tensor._local_tensor
+    device = shard.device.type
+    if is_traced(shard):
+        return _signature(spec, device)
+    known = _signatures.get((id(spec), device))
+    if known is not None and known[0]() is spec and known[1] is spec.tensor_meta:
+        return known[2]
+    if len(_signatures) >= CACHE_SIZE:
+        _signatures.clear()
+    found = _signature(spec, device)
+    _signatures[id(spec), device] = ref(spec), spec.tensor_meta, found
+    return found
+
+
+def _signature(spec: DTensorSpec, device: str) -> Signature:
     assert spec.tensor_meta is not None
     shape, stride, dtype = spec.tensor_meta
-    if is_traced(tensor._local_tensor):
-        shape, stride = torch.Size(map(int, shape)), tuple(map(int, stride))
-    return Signature(spec.placements, Meta(tuple(shape), stride, dtype), tensor._local_tensor.device.type)
+    return Signature(spec.placements, Meta(tuple(map(int, shape)), tuple(map(int, stride)), dtype), device)
 
 
 def bare(shard: torch.Tensor) -> torch.Tensor:
@@ -83,8 +132,17 @@ def non_member_result(
 
 def as_dtensors(name: str, **tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensor arguments of the op ``name``, all DTensors on one mesh, or an error that says how to get there."""
-    if len({id(t._spec.mesh) if isinstance(t, DTensor) else 0 for t in tensors.values() if t is not None}) == 1:
-        return tuple(tensors.values())
+    mesh: DeviceMesh | None = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, DTensor) or (mesh is not None and tensor._spec.mesh is not mesh):
+            return _on_one_mesh(name, tensors)
+        mesh = tensor._spec.mesh
+    return tuple(tensors.values())
+
+
+def _on_one_mesh(name: str, tensors: dict[str, torch.Tensor | None]) -> tuple[Any, ...]:
     meshes = {key: t.device_mesh for key, t in tensors.items() if isinstance(t, DTensor)}
     first, mesh = next(iter(meshes.items()))
     for key, other in meshes.items():

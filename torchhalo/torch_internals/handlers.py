@@ -113,13 +113,23 @@ def table() -> dict[Op, Handler]:
 
 def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments of ``op`` in the order of its schema, defaults filled in."""
-    rest = op._schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(arg.name, arg.default_value) for arg in rest)]
+    names, defaults = _parameters(op)
+    given = len(args)
+    if given == len(names):
+        return list(args)
+    return [*args, *(kwargs.get(name, default) for name, default in zip(names[given:], defaults[given:], strict=True))]
 
 
 def named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of ``op`` by name, defaults filled in."""
-    return dict(zip((arg.name for arg in op._schema.arguments), bind(op, args, kwargs), strict=True))
+    return dict(zip(_parameters(op)[0], bind(op, args, kwargs), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _parameters(op: Op) -> tuple[list[str], list[Any]]:
+    """The names of an op's arguments, and their defaults; a schema makes them anew each time."""
+    arguments = op._schema.arguments
+    return [arg.name for arg in arguments], [arg.default_value for arg in arguments]
 
 
 def mutated_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:

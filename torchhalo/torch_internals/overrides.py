@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ class _Override:
     def __init__(self, function: Override):
         def call(func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             with not_overridden():
+                # An attribute, such as the `grad` of each parameter, which an optimizer asks for several times a step.
+                if type(func) is MethodWrapperType and func.__name__ == "__get__":
+                    return func(*args)
                 return function(func, args, kwargs or {})
 
         self._call = call

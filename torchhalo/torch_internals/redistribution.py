@@ -86,12 +86,12 @@ def local_as(tensor: DTensor | None, placements: Sequence[Placement]) -> torch.T
 
 def reduce_partial(tensor: DTensor) -> DTensor:
     """``tensor`` with its partial sums added up, sharded as it was."""
-    return redistribute(tensor, reduced_placements(tensor.placements))
+    return redistribute(tensor, reduced_placements(tensor.placements)) if is_partial(tensor) else tensor
 
 
 def is_partial(tensor: DTensor) -> bool:
     """Whether the shards of ``tensor`` are summands along any axis."""
-    return any(p.is_partial() for p in tensor.placements)
+    return any(p.is_partial() for p in tensor._spec.placements)
 
 
 def whole(tensor: DTensor) -> DTensor:
