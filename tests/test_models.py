@@ -78,7 +78,9 @@ def test_names_in_lists_of_models_are_in_the_table() -> None:
     assert len({command._path(Path(), "check", name) for name in ZOO}) == len(ZOO)
 
 
-GOOD = Report((2,), {"outputs": (1e-12, "0")}, 1e-9, None, None, [("cat", "a", 1, 5)], [], 1000, [1, 1], 1, [7, 2048], None, None)
+GOOD = Report(
+    (2,), {"outputs": (1e-12, "0")}, 1e-9, None, None, [("cat", "a", 1, 5)], [], 1000, [1, 1], 1, [7, 2048], None, None
+)
 FIRST, SECOND, THIRD, FOURTH = list(ZOO)[:4]
 
 

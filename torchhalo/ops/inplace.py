@@ -132,9 +132,10 @@ def track_views(handler: handlers.Handler) -> handlers.Handler:
 @handlers.wrap_handler(*_writers)
 def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
+    stock = getattr(handler, "__wrapped__", handler) is handlers.stock
 
     def wrapper(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if handler is handlers.stock and _alike(op, args, kwargs):
+        if stock and _alike(op, args, kwargs):
             op(*map(_shards, args), **kwargs)
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 follow(tensor, op, args)

@@ -8,7 +8,7 @@ the handlers of ops named here get the image back, with its dims renumbered. All
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,6 +60,13 @@ _ALONG: dict[handlers.Op, Named] = {
     aten.sum.default: Named(),
     aten.mean.dim: Named("dim"),
     aten.mean.default: Named(),
+    aten.linalg_vector_norm.default: Named("dim"),
+    aten.amax.default: Named("dim"),
+    aten.amin.default: Named("dim"),
+    aten.all.dim: Named("dim"),
+    aten.any.dim: Named("dim"),
+    aten.var.correction: Named("dim"),
+    aten.var_mean.correction: Named("dim"),
     aten.expand.default: Named(None, "size"),
 }
 
@@ -71,6 +78,7 @@ _KNOWING: set[handlers.Op] = {
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+    aten.detach.default,
     aten.linear.default,
     aten.bmm.default,
     aten.baddbmm.default,
@@ -110,6 +118,7 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
         return handler
     apart = op in _ALONG or op in _BROADCASTING or is_blind(op) or op in FILLS or op in LIKES
 
+    @wraps(handler)
     def adapted(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if not GridShard.met:
             return handler(op, args, kwargs)
