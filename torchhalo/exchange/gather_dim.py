@@ -10,13 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.layout import layout
 from torchhalo.torch_internals import collectives, dtensors, process_groups, simulation
+from torchhalo.torch_internals.tracing import depend_on
 
 
-def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def gather_dim(
+    tensors: Sequence[DTensor], dim: int, axes: Sequence[int], cause: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
 
     Args:
         axes: Those that cut ``dim``. If there are none, nothing travels.
+        cause: What a compiler must do before; nothing in particular, if not given.
     """
     shards = tuple(map(dtensors.local, tensors))
     if not axes:
@@ -24,8 +28,9 @@ def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tup
     mesh = tensors[0].device_mesh
     parts = layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
 
-    def pack(*shards: torch.Tensor) -> torch.Tensor:
-        return torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+    def pack(shards: Sequence[torch.Tensor], cause: torch.Tensor | None) -> torch.Tensor:
+        flat = torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+        return flat if cause is None else depend_on(flat, cause)
 
     def unpack(rows: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shapes = [[parts[0].size if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
@@ -35,7 +40,7 @@ def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tup
             for flat, shape in zip(each, shapes, strict=True)
         )
 
-    rows = collectives.all_gather(simulation.per_rank(pack, *shards), mesh, axes)
+    rows = collectives.all_gather(simulation.per_rank(pack, shards, cause), mesh, axes)
     return simulation.per_rank(unpack, rows, *shards)
 
 
