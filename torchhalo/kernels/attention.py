@@ -12,8 +12,6 @@ import torch
 
 # Scores that are computed at a time; a few such tensors live at once.
 SLICE = 1 << 24
-# A mask of so little swallows the score that it is added to, and the logarithm of the number of keys.
-SWALLOWS = -1e30
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Rows = Callable[[int, int], torch.Tensor]  # for the queries from one on up to another
@@ -31,10 +29,11 @@ def merged(before: State, part: State) -> State:
     weight, total = torch.sigmoid(other_sums - sums), torch.logaddexp(sums, other_sums)
     if not seen.numel():
         return out.lerp_(other.to(out.dtype), weight.unsqueeze(-1)), total, seen
-    # What a kernel makes of a query that sees no key, zero or not a number, stays only if that sees none elsewhere either.
-    tied = (sums == other_sums) & (sums < SWALLOWS)
+    # A mask so low that it swallows the scores also swallows the logarithm of the number of keys.
+    tied = (sums == other_sums) & (sums < -1 / torch.finfo(sums.dtype).eps)
     weight = torch.where(tied, others / (seen + others), weight)
     both = out.lerp(other.to(out.dtype), weight.unsqueeze(-1))
+    # What a kernel makes of a query that sees no key, zero or not a number, stays only if that sees none elsewhere either.
     first, second = others == 0, seen == 0
     out = torch.where(first.unsqueeze(-1), out, torch.where(second.unsqueeze(-1), other.to(out.dtype), both))
     return out, torch.where(first, sums, torch.where(second, other_sums, total)), seen + others

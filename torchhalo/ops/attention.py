@@ -9,6 +9,7 @@ Cut batches and heads are no one else's business: there nothing travels.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -54,25 +55,18 @@ def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     names = [result.name for result in op._schema.returns]
     kernel, extra = this.kernel()
 
-    def finish(
-        out: torch.Tensor, sums: torch.Tensor, rest: tuple[torch.Tensor, ...], extra: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    def finish(out: torch.Tensor, sums: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if not metas[1].shape[TOKENS]:  # nobody asked for it
             sums = sums.narrow(TOKENS, 0, 0)
-        sums = sums.view(*sums.shape, *metas[1].shape[3:])
-        if rest:
-            return out, sums, *rest
         seeds = [extra[0] if this.drops and names[index] in SEEDS else None for index in kept[2:]]
-        return out, sums, *(_number(seed, metas[index], out) for seed, index in zip(seeds, kept[2:], strict=True))
+        rest = (_number(seed, metas[index], out) for seed, index in zip(seeds, kept[2:], strict=True))
+        return out, sums.view(*sums.shape, *metas[1].shape[3:]), *rest
 
     if not this.takes_part:
         found = (dtensors.local(this.query).new_empty(0),) * len(kept)
     else:
-        if this.in_ring:
-            out, sums, *rest = ring_attention.forward(this, kernel, extra)
-        else:
-            out, sums, *rest = _gathered(this, kernel, extra, kept)
-        found = simulation.per_rank(finish, out, sums, tuple(rest), extra)
+        run = ring_attention.forward if this.in_ring else _gathered
+        found = simulation.per_rank(finish, *run(this, kernel, extra), extra)
     for index, shard in zip(kept, found, strict=True):
         placements = this.roles if index < 2 else [Replicate()] * this.mesh.ndim
         metas[index] = dtensors.wrap(shard, this.mesh, placements, metas[index])
@@ -85,14 +79,14 @@ def _stock_draws(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _number(seed: torch.Tensor | None, meta: dtensors.Meta, like: torch.Tensor) -> torch.Tensor:
-    """What the op returns besides: zeros, or the seed as the integers that hold the one of its kernel."""
+    """What the op returns besides: the seed as the integers that hold the one of its kernel, or what nobody reads."""
     if seed is None:
-        return like.new_zeros(meta.shape, dtype=meta.dtype)
-    return seed.reshape(1).expand(max(1, len(meta.shape) and meta.shape[0])).clone().view(meta.dtype).view(meta.shape)
+        return like.new_empty(meta.shape, dtype=meta.dtype)
+    return seed.reshape(1).expand(prod(meta.shape)).clone().view(meta.dtype).view(meta.shape)
 
 
-def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...], kept: list[int]) -> tuple[torch.Tensor, ...]:
-    """Output, logsumexp and, where the kernel gives it, what else is kept, with all keys at once."""
+def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's output and logsumexp (batch, heads, queries), with all keys at once."""
     key, value = gather_dim((this.key, this.value), TOKENS, this.axes)
     mask = None if this.mask is None else dtensors.local(this.mask)
 
@@ -103,13 +97,12 @@ def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...], 
         mask: torch.Tensor | None,
         extra: tuple[torch.Tensor, ...],
         *coordinate: int,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         part = part_of(this.rows(coordinate), this.keys, this.causal)
         near = [t.narrow(TOKENS, 0, part.keys.size) for t in (key, value)]
         if query.numel() and near[0].numel():
-            out, sums, *rest = kernel.forward(part, query, near[0], near[1], mask, extra)
-            rest = [rest[index - 2] for index in kept[2:]] if rest else []
-            return out.to(query.dtype), sums, *rest
+            out, sums = kernel.forward(part, query, near[0], near[1], mask, extra)
+            return out.to(query.dtype), sums
         shape = query.shape[:3]
         out = query.new_zeros([*shape, value.shape[3]])
         return depend_on(out, key), query.new_zeros(shape, dtype=torch.promote_types(query.dtype, torch.float32))

@@ -84,8 +84,8 @@ class Kernel(Protocol):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         extra: tuple[torch.Tensor, ...],
-    ) -> list[Any]:
-        """Output, logsumexp (batch, heads, queries), and what else the op returns, if known.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and logsumexp (batch, heads, queries).
 
         Args:
             mask: Of the rank's queries and all keys.
@@ -120,12 +120,14 @@ class Fused(NamedTuple):
         given: Its arguments by name.
         extra: The names of other tensors among them.
         masked: The name of the mask; None for a kernel that knows none.
+        merges: Whether outputs are merged, for which logsumexps are needed even if the call asks for none.
     """
 
     op: handlers.Op
     given: dict[str, Any]
     extra: tuple[str, ...]
     masked: str | None
+    merges: bool
 
     def forward(
         self,
@@ -135,13 +137,13 @@ class Fused(NamedTuple):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         extra: tuple[torch.Tensor, ...],
-    ) -> list[Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         local = self._local(part, query, key, value, mask, extra)
-        if "compute_log_sumexp" in local and part.keys.size < self.given["key"].shape[TOKENS]:
+        if self.merges and "compute_log_sumexp" in local:
             local["compute_log_sumexp"] = True
-        out, sums, *rest = call(self.op, local)
+        out, sums = call(self.op, local)[:2]
         sums = sums.squeeze(-1) if sums.ndim == 4 else sums
-        return [out, sums.narrow(TOKENS, 0, min(sums.shape[TOKENS], part.queries.size)), *rest]
+        return out, sums.narrow(TOKENS, 0, min(sums.shape[TOKENS], part.queries.size))
 
     def backward(
         self,
@@ -237,10 +239,9 @@ class WrittenOut(NamedTuple):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         extra: tuple[torch.Tensor, ...],
-    ) -> list[Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, kept = self._of(part, query, extra[0])
-        out, sums = attention.written_out(query, key, value, self.scale, cut(mask, part.keys), hidden, kept)
-        return [out, sums]
+        return attention.written_out(query, key, value, self.scale, cut(mask, part.keys), hidden, kept)
 
     def backward(
         self,

@@ -113,7 +113,7 @@ class Attention:
         known = {"query", "key", "value", self.masked, next(iter(self.given)), "out", "logsumexp"}
         extra = {name: v for name, v in self.given.items() if name not in known and isinstance(v, torch.Tensor)}
         tensors = tuple(dtensors.local(v) if isinstance(v, DTensor) else v for v in extra.values())
-        return Fused(self.op, self.given, tuple(extra), self.masked), tensors
+        return Fused(self.op, self.given, tuple(extra), self.masked, self.in_ring), tensors
 
     def _written_out(self) -> tuple[Kernel, tuple[torch.Tensor, ...]]:
         names = [result.name for result in self.op._schema.returns]

@@ -73,7 +73,7 @@ def forward(this: Attention, kernel: Kernel, extra: Pair) -> tuple[torch.Tensor,
             sums = query.new_full(shape, float("-inf"), dtype=dtype)
             out = query.new_zeros([*shape, value.shape[3]], dtype=dtype)
             return out, sums, torch.zeros_like(sums) if this.hides else sums.new_empty(0)
-        out, sums = kernel.forward(part, query, key, value, mask, extra)[:2]
+        out, sums = kernel.forward(part, query, key, value, mask, extra)
         seen = count_visible(part, mask, sums) if this.hides else sums.new_empty(0)
         return merged(state, (out, sums, seen)) if step else (out.to(sums.dtype), sums, seen)  # type: ignore[arg-type]
 
