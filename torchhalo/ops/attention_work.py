@@ -126,7 +126,7 @@ class Attention:
         if not seed:
             raise NotImplementedError(
                 f"scaled_dot_product_attention: dropout_p (={self._dropout}) must be 0 for this kernel: "
-                "use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+                "call F.scaled_dot_product_attention, which chooses one that can"
             )
         scale = self.given["scale"]
         scale = self.owned.shape[3] ** -0.5 if scale is None else scale
