@@ -54,8 +54,7 @@ def test_random_attention(data: st.DataObject) -> None:
     with simulated(math.prod(mesh)):
         devices = init_device_mesh("cpu", mesh)
         with maybe_disable_local_tensor_mode():
-            shapes = [(batch, heads * (1 + grouped), queries, size), (batch, heads, keys, size), (batch, heads, keys, size + 1)]
-            shapes[2] = shapes[1]
+            shapes = [(batch, heads * (1 + grouped), queries, size), *[(batch, heads, keys, size)] * 2]
             tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
             mask = mask_of(kind, batch, shapes[0][1], queries, keys)
 
@@ -68,7 +67,7 @@ def test_random_attention(data: st.DataObject) -> None:
         assert list(result.placements) == placements[0]
 
 
-def fused(op: torch._ops.OpOverload, causal: bool, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+def fused(op: torch._ops.OpOverload, causal: bool) -> Callable[..., torch.Tensor]:
     """``op`` for sharded tensors; plain attention for plain ones."""
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,7 +93,8 @@ def test_kernels_of_cuda(
     monkeypatch.setattr(attention_work, "RING_BYTES", -1 if ring else 1 << 40)
     heads = 4 if op is cuda_kernels.FLASH else 2
     with cuda_kernels.on_cpu(), simulated(math.prod(mesh)), maybe_disable_local_tensor_mode():
-        tensors = [torch.randn(2, h, tokens, 4, dtype=torch.float64) for h in (heads, 2, 2)]
+        sizes = (4, 4, 6 if op is cuda_kernels.EFFICIENT else 4)  # that of the values may be another
+        tensors = [torch.randn(2, h, tokens, size, dtype=torch.float64) for h, size in zip((heads, 2, 2), sizes, strict=True)]
         if kind == "bias":
             tensors.append(torch.randn(2, heads, tokens, tokens, dtype=torch.float64))
             tensors[3][:, :, 1, : tokens - 1] = -math.inf  # the second query sees the last key alone
@@ -102,7 +102,7 @@ def test_kernels_of_cuda(
         placements = [[Shard(2)] * len(mesh)] * len(tensors)
         needs_grad = [True] * 3 + [op is cuda_kernels.EFFICIENT] * (kind == "bias")
         devices = init_device_mesh("cpu", mesh)
-        assert_parity(fused(op, kind == "causal", None), tensors, devices, placements, 1e-11, needs_grad)
+        assert_parity(fused(op, kind == "causal"), tensors, devices, placements, 1e-11, needs_grad)
 
 
 @pytest.mark.parametrize("tokens", [7, 1])

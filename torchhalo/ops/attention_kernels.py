@@ -143,6 +143,7 @@ class Fused(NamedTuple):
             local["compute_log_sumexp"] = True
         out, sums = call(self.op, local)[:2]
         sums = sums.squeeze(-1) if sums.ndim == 4 else sums
+        sums = sums.to(torch.promote_types(query.dtype, torch.float32))  # some releases trace it with another dtype
         return out, sums.narrow(TOKENS, 0, min(sums.shape[TOKENS], part.queries.size))
 
     def backward(
