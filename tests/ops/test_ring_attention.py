@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -130,6 +131,18 @@ def test_queries_that_see_no_key(hidden: float, rows: list[int]) -> None:
         tolerance = 1e-6 if hidden == -1e9 else 1e-11  # the rounding of the scores there
         mesh = init_device_mesh("cpu", (3,))
         assert_parity(attend, [*x, mask], mesh, [[Shard(2)]] * 3 + [[Replicate()]], tolerance, needs_grad)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 5])
+@pytest.mark.parametrize("rows", [[0], [3], [2, 3], [0, 1, 2, 3]])
+def test_hidden_queries_of_ranks_without_keys(keys: int, rows: list[int]) -> None:
+    """All gradients too: of one key the second rank owns none, and has nothing to begin with."""
+    with simulated(2):
+        x = [torch.randn(1, 2, size, 4, dtype=torch.float64) for size in (4, keys, keys)]
+        mask = torch.ones(4, keys, dtype=torch.bool)
+        mask[rows] = False
+        mesh, placements = init_device_mesh("cpu", (2,)), [*[[Shard(2)]] * 3, [Replicate()]]
+        assert_parity(attend, [*x, mask], mesh, placements, 1e-11, [True] * 3 + [False])
 
 
 def elements(tokens: int) -> int:
@@ -320,3 +333,27 @@ def test_dropout_with_a_bias() -> None:
 
         with simulated(3):
             assert_parity(function, [*x, bias], init_device_mesh("cpu", (3,)), [[Shard(2)]] * 3 + [[Replicate()]], 1e-11)
+
+
+class OverImage(torch.nn.Module):
+    """Self-attention over all places of an image, as in the middle of an autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Conv2d(2, 12, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in self.project(x).chunk(3, 1))
+        return attend(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def test_streamed() -> None:
+    """One device as all ranks in turn: a block that goes on is a copy."""
+    x = torch.randn(1, 2, 7, 3, dtype=torch.float64)
+    plain = OverImage().double()
+    streamed = torchhalo.stream(copy.deepcopy(plain), shards=3, progress=False)
+    for model in (plain, streamed):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(streamed(x), plain(x), rtol=0, atol=1e-12)
+    for got, want in zip(streamed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)

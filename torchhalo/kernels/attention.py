@@ -33,10 +33,11 @@ def merged(before: State, part: State) -> State:
     tied = (sums == other_sums) & (sums < -1 / torch.finfo(sums.dtype).eps)
     weight = torch.where(tied, others / (seen + others), weight)
     both = out.lerp(other.to(out.dtype), weight.unsqueeze(-1))
-    # What a kernel makes of a query that sees no key, zero or not a number, stays only if that sees none elsewhere either.
-    first, second = others == 0, seen == 0
-    out = torch.where(first.unsqueeze(-1), out, torch.where(second.unsqueeze(-1), other.to(out.dtype), both))
-    return out, torch.where(first, sums, torch.where(second, other_sums, total)), seen + others
+    # Of a query that sees no key anywhere, what the kernel makes of it stays, zero or not a number, and not what a rank without
+    # keys of its own began with: backward, the kernel wants its own logsumexp.
+    first, second = seen == 0, others == 0
+    out = torch.where(first.unsqueeze(-1), other.to(out.dtype), torch.where(second.unsqueeze(-1), out, both))
+    return out, torch.where(first, other_sums, torch.where(second, sums, total)), seen + others
 
 
 def _slices(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
