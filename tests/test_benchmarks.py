@@ -60,6 +60,15 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[2]["stock does"] == ""
 
 
+def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It also holds the three ways to the same numbers, and raises if they differ."""
+    rows, _ = run(tmp_path, capsys, "attention", "--device", "cpu")
+    assert [row["pass"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert all(row[f"{way} wall"] > 0 for way in ("plain", "ring", "gathered"))
+        assert row["ring memory"] < row["gathered memory"]
+
+
 def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, _ = run(tmp_path, capsys, "scale", "--model", "2d", "--ranks", "2", "64")
     assert [(row["mesh"], row["peers"]) for row in rows] == [("2", 1), ("64", 2), ("8x8", 8)]

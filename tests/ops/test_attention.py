@@ -101,11 +101,11 @@ def test_samples_and_heads_stay(dim: int) -> None:
     assert not [each for each in sent if each.name != "all_reduce"]
 
 
-def test_dropout_raises() -> None:
+def test_a_kernel_without_dropout_raises() -> None:
     with simulated(2):
         q = shard(torch.randn(2, 2, 6, 4), init_device_mesh("cpu", (2,)), [Shard(2)])
         cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        with pytest.raises(NotImplementedError, match=r"dropout_p \(=0.1\) must be 0 for sharded tensors"):
+        with pytest.raises(NotImplementedError, match=r"dropout_p \(=0.1\) must be 0 for this kernel"):
             cpu(q, q, q, 0.1)
 
 

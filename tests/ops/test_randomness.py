@@ -288,3 +288,25 @@ def seeded_differently() -> str:
 def test_ranks_that_are_seeded_differently_raise(pool) -> None:
     messages = pool(2).run(seeded_differently)
     assert len(set(messages)) == 1 and "manual_seed" in messages[0]
+
+
+def check_inductor() -> None:
+    import torch._inductor.config as config
+
+    x = distribute_tensor(torch.ones(2, 9, 7, 7, dtype=torch.float64), mesh_of((3,)), [Shard(2)]).requires_grad_()
+    torch._dynamo.reset()
+    with config.patch(fallback_random=True):  # else the seed is the inductor's own
+        compiled = torch.compile(lambda x: F.dropout(x * 2, 0.3), backend="inductor", fullgraph=True)
+        compiled(x)
+        torch.manual_seed(3)
+        result = compiled(x)
+    result.sum().backward()
+    torch.manual_seed(3)
+    torch.testing.assert_close(result.full_tensor(), F.dropout(x * 2, 0.3).full_tensor(), rtol=0, atol=0)
+    torch.testing.assert_close(x.grad.full_tensor(), result.full_tensor(), rtol=0, atol=1e-15)
+
+
+@pytest.mark.slow
+def test_inductor(pool) -> None:
+    """It works out products of indices by itself, and raises where they do not fit into 64 bits."""
+    pool(3).run(check_inductor)

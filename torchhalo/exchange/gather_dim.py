@@ -8,24 +8,31 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchhalo.exchange.layout import layout
+from torchhalo.exchange.grids import owner_layout
 from torchhalo.torch_internals import collectives, dtensors, process_groups, simulation
+from torchhalo.torch_internals.tracing import depend_on
 
 
-def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def gather_dim(
+    tensors: Sequence[DTensor], dim: int, axes: Sequence[int], cause: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
+
+    The elements of a grid come in the order of their owners.
 
     Args:
         axes: Those that cut ``dim``. If there are none, nothing travels.
+        cause: What a compiler must do before; nothing in particular, if not given.
     """
     shards = tuple(map(dtensors.local, tensors))
     if not axes:
         return shards
     mesh = tensors[0].device_mesh
-    parts = layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
+    parts = owner_layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
 
-    def pack(*shards: torch.Tensor) -> torch.Tensor:
-        return torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+    def pack(shards: Sequence[torch.Tensor], cause: torch.Tensor | None) -> torch.Tensor:
+        flat = torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+        return flat if cause is None else depend_on(flat, cause)
 
     def unpack(rows: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shapes = [[parts[0].size if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
@@ -35,7 +42,7 @@ def gather_dim(tensors: Sequence[DTensor], dim: int, axes: Sequence[int]) -> tup
             for flat, shape in zip(each, shapes, strict=True)
         )
 
-    rows = collectives.all_gather(simulation.per_rank(pack, *shards), mesh, axes)
+    rows = collectives.all_gather(simulation.per_rank(pack, shards, cause), mesh, axes)
     return simulation.per_rank(unpack, rows, *shards)
 
 
@@ -47,7 +54,7 @@ def scatter_dim(
         return tuple(values)
     mesh, coordinate = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
     assert coordinate is not None
-    whole = layout(like[0].shape, mesh, like[0].placements)
+    whole = owner_layout(like[0].shape, mesh, like[0].placements)
     parts = whole.parts(dim)
 
     def pack(*values: torch.Tensor) -> torch.Tensor:

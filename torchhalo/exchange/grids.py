@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import Layout, layout
+from torchhalo.geometry import Box, Span
 from torchhalo.geometry.reshapes import factors
 from torchhalo.torch_internals import dtensors, process_groups, simulation
 from torchhalo.torch_internals.grid_shard import GridShard, has_grid
@@ -96,6 +98,49 @@ def fold(tensor: DTensor, meta: dtensors.Meta, placements: Sequence[Placement]) 
     if process_groups.coordinate(mesh) is not None:
         shard = simulation.per_rank(joined, shard)
     return dtensors.wrap(shard, mesh, placements, meta)
+
+
+class OwnerLayout(NamedTuple):
+    """The layout of a tensor with grids, if the elements of each dim are numbered by owner: those of the first rank first.
+
+    For what does not mind in which order it meets the elements of a dim. Attributes and methods are those of a `Layout`.
+    """
+
+    apart: Layout
+    dims: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(prod(self.apart.shape[group.start : group.stop]) for group in self.dims)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return self.apart.mesh_shape
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(axis for dim in group for axis in self.apart.cuts[dim]) for group in self.dims)
+
+    def parts(self, dim: int) -> tuple[Span, ...]:
+        sizes = [prod(part.size for part in each) for each in product(*(self.apart.parts(d) for d in self.dims[dim]))]
+        return tuple(Span(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+
+    def part(self, dim: int, coordinate: Sequence[int]) -> int:
+        index = 0
+        for each in self.dims[dim]:
+            index = index * len(self.apart.parts(each)) + self.apart.part(each, coordinate)
+        return index
+
+    def owned(self, coordinate: Sequence[int]) -> Box:
+        return Box(tuple(self.parts(dim)[self.part(dim, coordinate)] for dim in range(len(self.dims))))
+
+
+def owner_layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout | OwnerLayout:
+    """The layout of a tensor of which each rank owns a box, if elements may be numbered by owner."""
+    if not has_grid(placements):
+        return layout(shape, mesh, placements)
+    apart = unfolded(tuple(map(int, shape)), tuple(placements))
+    return OwnerLayout(layout(apart.shape, mesh, apart.placements), apart.dims)
 
 
 def positions(tensor: DTensor, coordinate: Sequence[int]) -> list[torch.Tensor]:

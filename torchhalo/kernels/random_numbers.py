@@ -13,6 +13,8 @@ import torch
 
 from torchhalo.geometry import Box
 
+STEP = 0x9E3779B97F4A7C15  # of SplitMix64, from one element to the next
+
 Bits = Callable[[int], torch.Tensor]  # from the number of a stream to 64 random bits per element, to be overwritten
 
 
@@ -45,7 +47,8 @@ def bits_of(box: Box, shape: Sequence[int], seed: torch.Tensor) -> Bits:
 
     def bits(stream: int) -> torch.Tensor:
         key = _mixed(seed + _signed(stream * 0xD1342543DE82EF95))
-        return _mixed(index.mul(_signed(0x9E3779B97F4A7C15)).add_(key))
+        # index * STEP + key; but the inductor would work out the products of the index with integers that do not wrap
+        return _mixed((index + key.mul(_signed(pow(STEP, -1, 1 << 64)))).mul_(_signed(STEP)))
 
     return bits
 

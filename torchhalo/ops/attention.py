@@ -1,166 +1,62 @@
 """Attention over sharded tokens: queries stay where they are, keys and values travel.
 
-Each rank computes the outputs of its own queries, so it needs every key and value, and nothing else: they are gathered for the
-kernel, are not kept for the backward pass but gathered again, and their gradients are added up on the ranks that own them.
+Each rank computes the outputs of its own queries, so it needs every key and value, and nothing else. Where they are many they
+go from rank to rank in a ring; where they are few they are gathered for the kernel. They are not kept for the backward pass
+but travel again, and their gradients are added up on the ranks that own them.
 Cut batches and heads are no one else's business: there nothing travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchhalo.exchange.gather_dim import gather_dim, padded, scatter_dim
-from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import with_grids, with_placements
-from torchhalo.geometry import Span
-from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
-from torchhalo.torch_internals.grid_shard import GridShard, has_grid
+from torchhalo.exchange.relayout import with_placements
+from torchhalo.ops import randomness, ring_attention
+from torchhalo.ops.attention_kernels import TOKENS, Kernel, call, part_of
+from torchhalo.ops.attention_work import SEEDS, Attention
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, simulation
 from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
-BATCH, HEADS, TOKENS = 0, 1, 2
-EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
-LIMITS = "keys and values are whole on every rank while it computes; dropout of sharded tokens raises"
+LIMITS = "causal attention gives the ranks of the first tokens less to do; dropout is written out, block by block"
 
 
-def _roles(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
-    """For each axis, what it cuts: batch, heads or queries; nothing, if none of the three tensors is cut along such a dim."""
-    tensors = (query, key, value)
-    roles: list[Placement] = []
-    for placements in zip(*(t.placements for t in tensors), strict=True):
-        cut = (p for p in placements if isinstance(p, Shard) and p.dim in (BATCH, HEADS, TOKENS))
-        roles.append(next(cut, Replicate()))
-    parts = prod(query.device_mesh.size(axis) for axis, role in enumerate(roles) if role == Shard(HEADS))
-    if query.shape[HEADS] != key.shape[HEADS] and any(t.shape[HEADS] % parts for t in tensors):
-        # heads that share a key would be on two ranks
-        roles = [Replicate() if role == Shard(HEADS) else role for role in roles]
-    return roles
-
-
-class _Attention:
-    """An attention op and its arguments, put where each rank can compute its part."""
-
-    def __init__(self, op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        names = [argument.name for argument in op._schema.arguments]
-        self.given = dict(zip(names, handlers.bind(op, args, kwargs), strict=True))
-        self.masked = next((name for name in ("attn_mask", "attn_bias") if name in self.given), None)
-        given = {name: self.given[name] for name in ("query", "key", "value")}
-        if self.masked and self.given[self.masked] is not None:
-            given[self.masked] = self.given[self.masked]
-        found = dict(zip(given, dtensors.as_dtensors("scaled_dot_product_attention", **given), strict=True))
-        self.given |= found
-        query, key, value = found["query"], found["key"], found["value"]
-        self.mesh = query.device_mesh
-        self.takes_part = process_groups.coordinate(self.mesh) is not None
-        self.roles = _roles(query, key, value)
-        self._check_dropout()
-        self.query = with_placements(query, self.roles)
-        # Along these axes the keys are gathered; where the queries are cut and the keys are not, there is nothing to gather.
-        self.axes = [
-            axis
-            for axis, role in enumerate(self.roles)
-            if role == Shard(TOKENS) and any(isinstance(t.placements[axis], Shard) for t in (key, value))
-        ]
-        placements = [
-            Replicate() if role == Shard(TOKENS) and axis not in self.axes else role for axis, role in enumerate(self.roles)
-        ]
-        self.key, self.value = with_placements(key, placements), with_placements(value, placements)
-        self.mask = self._cut_mask(found.get(self.masked or ""))
-        self.owned = layout(query.shape, self.mesh, self.roles)
-
-    def _check_dropout(self) -> None:
-        if self.given["dropout_p"] and any(isinstance(role, Shard) for role in self.roles):
-            raise NotImplementedError(
-                f"scaled_dot_product_attention: dropout_p (={self.given['dropout_p']}) must be 0 for sharded tensors, since "
-                "each rank would drop others: set it to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            )
-
-    def _cut_mask(self, mask: DTensor | None) -> DTensor | None:
-        if mask is None:
-            return None
-        dims = [role.dim + mask.ndim - 4 if isinstance(role, Shard) else -1 for role in self.roles]
-        return with_placements(mask, [Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate() for dim in dims])
-
-    @property
-    def causal(self) -> bool:
-        """Whether each rank must be told how far its queries look."""
-        return bool(self.given["is_causal"]) and Shard(TOKENS) in self.roles
-
-    def run(self, kernel: Any, *others: torch.Tensor) -> Any:
-        """Call ``kernel`` on each rank with its span of queries, the local arguments by name, and ``others``."""
-        key, value = gather_dim((self.key, self.value), TOKENS, self.axes)
-        mask = None if self.mask is None else dtensors.local(self.mask)
-
-        def on_rank(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: torch.Tensor | None,
-            others: Sequence[torch.Tensor],
-            coordinate: tuple[int, ...],
-        ) -> Any:
-            mine = self.owned.owned(coordinate).spans[TOKENS]
-            local = dict(self.given, query=query, key=key, value=value)
-            if self.masked:
-                local[self.masked] = None if mask is None else _aligned(mask)
-            if self.causal:
-                local |= self._look_back(mine, query, key, value)
-            return kernel(mine, local, *others)
-
-        return simulation.per_rank(
-            on_rank, dtensors.local(self.query), key, value, mask, others, process_groups.coordinate(self.mesh)
-        )
-
-    def _look_back(self, mine: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
-        """The arguments with which queries ``mine`` of a causal attention see the keys up to their own place and no others."""
-        seen = min(mine.stop, key.shape[TOKENS])
-        near = {"key": key.narrow(TOKENS, 0, seen), "value": value.narrow(TOKENS, 0, seen)}
-        if self.masked is None:
-            if mine.size and seen != mine.stop:
-                raise NotImplementedError("scaled_dot_product_attention: causal attention with more queries than keys")
-            return near  # this kernel lets the last query see the last key
-        late = torch.arange(seen, device=query.device) > torch.arange(mine.start, mine.stop, device=query.device)[:, None]
-        bias = _aligned(query.new_zeros(mine.size, seen).masked_fill_(late, float("-inf")))
-        return {**near, "is_causal": False, self.masked: bias.expand(*query.shape[:2], -1, -1)}
-
-
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """``mask`` with rows that begin where the kernels of CUDA want them to."""
-    if mask.device.type == "cpu" or (mask.stride(-1) == 1 and not any(step % 16 for step in mask.stride()[:-1])):
-        return mask
-    return torch.constant_pad_nd(mask, [0, -mask.shape[-1] % 16])[..., : mask.shape[-1]]
-
-
-def _call(op: handlers.Op, given: dict[str, Any], function: Callable[..., Any] | None = None) -> Any:
-    """``op``, or a function with its schema, with arguments by name, some of which the schema wants by place."""
-    named = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
-    by_place = (value for name, value in given.items() if name not in named)
-    return (function or op)(*by_place, **{name: given[name] for name in named})
-
-
-@handlers.register(
+FUSED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
-    traffic="keys and values, filled up to shards of one size",
+)
+FUSED_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+)
+
+
+@handlers.register(
+    *FUSED,
+    traffic="keys and values, in a ring if they are many, else filled up to shards of one size",
     limits=LIMITS,
 )
-def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the fused kernels of `F.scaled_dot_product_attention`."""
-    this = _Attention(op, args, kwargs)
-    metas = list(_call(op, this.given, partial(fake_tensors.plain_result, op)))
+    if _stock_draws(op, args, kwargs):
+        return handlers.stock(op, args, kwargs)
+    this = Attention(op, args, kwargs)
+    metas = list(call(op, this.given, partial(fake_tensors.plain_result, op)))
     # torch 2.11's fake tensors have another dtype here than the kernels
     metas[1] = metas[1]._replace(dtype=torch.promote_types(this.query.dtype, torch.float32))
     tokens = int(this.query.shape[TOKENS])
@@ -168,71 +64,88 @@ def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         shape = (*metas[1].shape[:TOKENS], tokens)
         metas[1] = dtensors.Meta(shape, strides(shape, torch.contiguous_format), metas[1].dtype)
     kept = [index for index, meta in enumerate(metas) if isinstance(meta, dtensors.Meta)]  # others are numbers, or nothing
+    names = [result.name for result in op._schema.returns]
+    kernel, extra = this.kernel()
 
-    def kernel(mine: Span, local: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        query, key, value = (local[name] for name in ("query", "key", "value"))
-        if query.numel() and key.numel():
-            found = _call(op, local)
-            sums = found[1].narrow(TOKENS, 0, min(found[1].shape[TOKENS], mine.size))
-        else:
-            shapes = [*query.shape[:3], value.shape[3]], [*query.shape[:3], *metas[1].shape[3:]]
-            out, sums = (query.new_zeros(shape, dtype=meta.dtype) for shape, meta in zip(shapes, metas, strict=False))
-            found = [depend_on(out, key), *[None] * (len(metas) - 1)]
-            sums = sums if metas[1].shape[TOKENS] else sums.narrow(TOKENS, 0, 0)
-        rest = (query.new_zeros(metas[i].shape, dtype=metas[i].dtype) if found[i] is None else found[i] for i in kept[2:])
-        return found[0], sums, *rest
+    def finish(out: torch.Tensor, sums: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if not metas[1].shape[TOKENS]:  # nobody asked for it
+            sums = sums.narrow(TOKENS, 0, 0)
+        seeds = [extra[0] if this.drops and names[index] in SEEDS else None for index in kept[2:]]
+        rest = (_number(seed, metas[index], out) for seed, index in zip(seeds, kept[2:], strict=True))
+        return out, sums.view(*sums.shape, *metas[1].shape[3:]), *rest
 
-    found = this.run(kernel) if this.takes_part else [dtensors.local(this.query).new_empty(0)] * len(kept)
+    if not this.takes_part:
+        found = (dtensors.local(this.query).new_empty(0),) * len(kept)
+    else:
+        run = ring_attention.forward if this.in_ring else _gathered
+        found = simulation.per_rank(finish, *run(this, kernel, extra), extra)
     for index, shard in zip(kept, found, strict=True):
         placements = this.roles if index < 2 else [Replicate()] * this.mesh.ndim
         metas[index] = dtensors.wrap(shard, this.mesh, placements, metas[index])
     return tuple(metas)
 
 
+def _stock_draws(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether random numbers are left to stock DTensor, and this call draws some."""
+    return randomness.torch_stream() and bool(handlers.named(op, args, kwargs)["dropout_p"])
+
+
+def _number(seed: torch.Tensor | None, meta: dtensors.Meta, like: torch.Tensor) -> torch.Tensor:
+    """What the op returns besides: the seed as the integers that hold the one of its kernel, or what nobody reads."""
+    if seed is None:
+        return like.new_empty(meta.shape, dtype=meta.dtype)
+    return seed.reshape(1).expand(prod(meta.shape)).clone().view(meta.dtype).view(meta.shape)
+
+
+def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's output and logsumexp (batch, heads, queries), with all keys at once."""
+    key, value = gather_dim((this.key, this.value), TOKENS, this.axes)
+    mask = None if this.mask is None else dtensors.local(this.mask)
+
+    def on_rank(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        extra: tuple[torch.Tensor, ...],
+        *coordinate: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        part = part_of(this.rows(coordinate), this.keys, this.causal)
+        near = [t.narrow(TOKENS, 0, part.keys.size) for t in (key, value)]
+        if query.numel() and near[0].numel():
+            out, sums = kernel.forward(part, query, near[0], near[1], mask, extra)
+            return out.to(query.dtype), sums
+        shape = query.shape[:3]
+        out = query.new_zeros([*shape, value.shape[3]])
+        return depend_on(out, key), query.new_zeros(shape, dtype=torch.promote_types(query.dtype, torch.float32))
+
+    coordinate = process_groups.coordinate(this.mesh)
+    assert coordinate is not None
+    return simulation.per_rank(on_rank, dtensors.local(this.query), key, value, mask, extra, *coordinate)
+
+
 @handlers.register(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    traffic="keys and values again, and their gradients, filled up to shards of one size",
+    *FUSED_BACKWARD,
+    traffic="keys and values again, and their gradients, each once in a ring, else filled up to shards of one size",
     limits=LIMITS,
 )
-def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of their gradients."""
-    this = _Attention(op, args, kwargs)
+    if _stock_draws(op, args, kwargs):
+        return handlers.stock(op, args, kwargs)
+    this = Attention(op, args, kwargs)
     grad_name = next(iter(this.given))
-    saved = {name: with_placements(this.given[name], this.roles) for name in (grad_name, "out", "logsumexp")}
+    saved = tuple(dtensors.local(with_placements(this.given[name], this.roles)) for name in (grad_name, "out", "logsumexp"))
     wanted = [*this.given.get("grad_input_mask", [True] * 3)]
     biased = wanted[3:] == [True] and this.mask is not None
-
-    def kernel(mine: Span, local: dict[str, Any], *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        local |= dict(zip(saved, shards, strict=True))
-        local = {name: dtensors.local(v) if isinstance(v, DTensor) else v for name, v in local.items()}
-        query, key, value = (local[name] for name in ("query", "key", "value"))
-        sums = local["logsumexp"]
-        if op is EFFICIENT_BACKWARD:  # as its forward kernel fills it up
-            local["logsumexp"] = torch.constant_pad_nd(sums, [0, -sums.shape[TOKENS] % 32], float("inf"))
-        if "max_q" in local:
-            local |= {"max_q": query.shape[TOKENS], "max_k": key.shape[TOKENS]}
-        if "grad_input_mask" in local:
-            local["grad_input_mask"] = [True, True, True, biased]
-        if query.numel() and key.numel():
-            grads = list(_call(op, local))
-        else:
-            mask = [local["attn_bias"]] if biased else []
-            grads = [depend_on(torch.zeros_like(t), key) for t in (query, key, value, *mask)]
-        every = this.key.shape[TOKENS]
-        grads[1:3] = (padded(grad, TOKENS, every) for grad in grads[1:3])
-        return tuple(grads[: 3 + biased])
-
     tensors = [t for t in (this.query, this.key, this.value, this.mask) if t is not None][: 3 + biased]
-    if this.takes_part:
-        query, key, value, *mask = this.run(kernel, *(dtensors.local(t) for t in saved.values()))
-        key, value = scatter_dim((key, value), (this.key, this.value), TOKENS, this.axes)
-        found = [query, key, value, *mask]
-    else:
+    kernel, extra = this.kernel()
+    if not this.takes_part:
         found = [dtensors.local(this.query).new_empty(0)] * len(tensors)
+    elif this.in_ring:
+        found = ring_attention.backward(this, kernel, extra, saved, biased)
+    else:
+        found = _gathered_backward(this, kernel, extra, saved, biased)
     grads: list[DTensor | None] = []
     for shard, tensor in zip(found, tensors, strict=True):
         shape = tuple(tensor.shape)
@@ -246,74 +159,52 @@ def attention_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str,
     return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 
+def _gathered_backward(
+    this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...], saved: tuple[torch.Tensor, ...], biased: bool
+) -> list[torch.Tensor]:
+    """This rank's gradients of query, key, value and, where wanted, mask, with all keys at once."""
+    # Else a compiler would keep the keys of the forward pass: it gathers the same.
+    key, value = gather_dim((this.key, this.value), TOKENS, this.axes, saved[0])
+    mask = None if this.mask is None else dtensors.local(this.mask)
+    every = int(this.key.shape[TOKENS])
+
+    def on_rank(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        saved: tuple[torch.Tensor, ...],
+        extra: tuple[torch.Tensor, ...],
+        *coordinate: int,
+    ) -> tuple[torch.Tensor, ...]:
+        part = part_of(this.rows(coordinate), this.keys, this.causal)
+        near = [t.narrow(TOKENS, 0, part.keys.size) for t in (key, value)]
+        if query.numel() and near[0].numel():
+            grad, out, sums = saved
+            grads = kernel.backward(part, grad, query, near[0], near[1], mask, out, sums, extra, biased)
+            if biased and mask is not None and mask.shape[-1] > 1:
+                grads[3] = padded(grads[3], mask.ndim - 1, every)
+        else:
+            grads = [
+                depend_on(torch.zeros_like(t), key) for t in (query, key, value, *([mask] if biased else [])) if t is not None
+            ]
+        grads[1:3] = (padded(grad, TOKENS, every) for grad in grads[1:3])
+        return tuple(grads)
+
+    coordinate = process_groups.coordinate(this.mesh)
+    assert coordinate is not None
+    found = simulation.per_rank(on_rank, dtensors.local(this.query), key, value, mask, saved, extra, *coordinate)
+    query, key, value, *of_mask = found
+    key, value = scatter_dim((key, value), (this.key, this.value), TOKENS, this.axes)
+    return [query, key, value, *of_mask]
+
+
 handlers.register_composites(
     __name__,
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
-    aten.matmul.default,
-    aten.einsum.default,
-    traffic="that of the kernel, or of the products and views, that it is made of",
+    traffic="that of the kernel, or of the products, that it is made of",
 )
-
-
-@handlers.register(
-    aten.bmm.default,
-    aten.baddbmm.default,
-    traffic="nothing, but the second factor where both are cut and the first along its rows, and partial sums that meet a "
-    "factor that is cut",
-    limits="other placements that do not fit are DTensor's own affair",
-)
-def bmm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.bmm``: rows stay, as those of the queries of an attention that is written out."""
-    *rest, first, second = args
-    if isinstance(first, DTensor) and isinstance(second, DTensor) and first.device_mesh == second.device_mesh:
-        # DTensor may gather the other factor instead, where that is small.
-        first, second = _added_up(first, second), _added_up(second, first)
-        for dim in (1, 2):
-            cut = [axis for axis, p in enumerate(second.placements) if _cuts(p, dim)]
-            if cut and all(_cuts(first.placements[axis], 1) for axis in cut):
-                second = _made_whole(second, dim, cut)
-    return handlers.stock(op, (*rest, first, second), kwargs)
-
-
-def _added_up(tensor: DTensor, other: DTensor) -> DTensor:
-    """``tensor`` without partial sums, if ``other`` is cut: such as keys times values of a linear attention, which are few."""
-    cut = any(isinstance(p, (Shard, GridShard)) for p in other.placements)
-    return redistribution.reduce_partial(tensor) if cut else tensor
-
-
-def _cuts(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, GridShard)) and placement.dim == dim
-
-
-def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
-    placements = [Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements)]
-    if has_grid(tensor.placements):
-        return with_grids(tensor, placements)
-    takes_part = process_groups.coordinate(tensor.device_mesh) is not None
-    shard = gather_dim((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
-    meta = dtensors.meta(tensor)
-    return dtensors.wrap(shard, tensor.device_mesh, placements, meta)
-
-
-@handlers.register(
-    aten.linear.default,
-    traffic="nothing if the weight is whole",
-    limits="arrives in inference mode only: elsewhere it is a matrix product between two views, and these move tokens that are "
-    "cut inside a batch of more than one",
-)
-def linear(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Handler of ``aten.linear``: every token is on its own."""
-    given = dict(zip(("input", "weight", "bias"), handlers.bind(op, args, kwargs), strict=True))
-    input, weight, bias = dtensors.as_dtensors("linear", **given)
-    (result,) = fake_tensors.plain_result(op, input, weight, bias)
-    parameters = [t for t in (weight, bias) if t is not None]
-    if any(p != Replicate() for t in parameters for p in t.placements) or any(
-        p.is_partial() or getattr(p, "dim", None) == input.ndim - 1 for p in input.placements
-    ):
-        return op.decompose(*args, **kwargs)
-    out = op(dtensors.local(input), dtensors.local(weight), None if bias is None else dtensors.local(bias))
-    return dtensors.wrap(out, input.device_mesh, input.placements, result)
 
 
 @handlers.register(aten._native_multi_head_attention.default, traffic="that of the attention", limits=LIMITS)

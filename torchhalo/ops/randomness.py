@@ -77,6 +77,11 @@ def torch_random(on: bool = True) -> _Chosen:
     return _Chosen(before)
 
 
+def torch_stream() -> bool:
+    """Whether random numbers are left to stock DTensor."""
+    return _torch_stream
+
+
 def _choose(on: bool) -> None:
     global _torch_stream
     _torch_stream = on
@@ -100,7 +105,7 @@ def _slices(box: Box, most: int) -> Iterator[Box]:
 _draws: dict[DeviceMesh, int] = {}
 
 
-def _seed(op: handlers.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+def seed_of(op: handlers.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     """The seed of one draw, on ``device``. Ranks outside the mesh draw one too, so that their generators keep step."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if generator is not None:
@@ -296,7 +301,7 @@ def _drawn(
         out: Where to put it; a new tensor of ``dtype`` if not given. Of a sum over ranks, the first rank gets all.
     """
     mesh, shard = tensor.device_mesh, dtensors.local(tensor)
-    seed = _seed(op, mesh, shard.device, kwargs.get("generator"))
+    seed = seed_of(op, mesh, shard.device, kwargs.get("generator"))
     coordinate = process_groups.coordinate(mesh)
     if coordinate is None:
         return shard.new_empty(0, dtype=dtype)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.grids import unfold, unfolded
 from torchhalo.exchange.relayout import viewed, without_grids
+from torchhalo.ops.attention import FUSED, FUSED_BACKWARD
 from torchhalo.ops.inplace import Moved
 from torchhalo.ops.randomness import FILLS, LIKES
 from torchhalo.torch_internals import fake_tensors, handlers, stale_views
@@ -78,6 +79,10 @@ _KNOWING: set[handlers.Op] = {
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+    *FUSED,
+    *FUSED_BACKWARD,
+    aten._native_multi_head_attention.default,
+    aten._transformer_encoder_layer_fwd.default,
     aten.detach.default,
     aten.linear.default,
     aten.bmm.default,
@@ -114,7 +119,7 @@ _WRITERS, _ALIASES = (set(ops) for ops in handlers.aliasing_ops())
 @handlers.adapt_arguments
 def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler:
     """Give ``handler`` of ``op`` tokens in a form that it knows."""
-    if op in _KNOWING or (handler is handlers.stock and is_blind(op)):
+    if op in _KNOWING or handler is handlers.decompose or (handler is handlers.stock and is_blind(op)):
         return handler
     apart = op in _ALONG or op in _BROADCASTING or is_blind(op) or op in FILLS or op in LIKES
 

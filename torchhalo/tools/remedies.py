@@ -17,7 +17,7 @@ _REMEDIES = {
     ),
     "torchhalo knows Shard, Replicate and Partial": "call x.redistribute(placements=...) before this op",
     "slice, selection or view along a sharded dim, and so a copy": "take the slice again after the tensor is written to",
-    "dropout_p": "set the dropout of the attention to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    "dropout_p": "call F.scaled_dot_product_attention, or set the dropout of the attention to 0",
     "are no slices and selections": "use slices, unfold or view in place of as_strided",
     "can only grow there by a power of two": "convert the integer tensor to a floating dtype before it is interpolated",
     "Attempting to use FunctionalTensor|has no storage|data_ptr|numpy": (

@@ -90,6 +90,11 @@ def has_grid(placements: Sequence[Placement]) -> bool:
     return GridShard.met and any(isinstance(p, GridShard) for p in placements)
 
 
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether ``placement`` cuts ``dim``, as a whole or as a grid."""
+    return isinstance(placement, (Shard, GridShard)) and placement.dim == dim
+
+
 def is_grid(value: object) -> bool:
     """Whether ``value`` is a DTensor with a `GridShard`."""
     return isinstance(value, DTensor) and has_grid(value._spec.placements)

@@ -61,10 +61,11 @@ def register_composites(module: str, *ops: Op, traffic: str, limits: str = "") -
         module: The ``__name__`` of the file that handles what they are made of.
     """
     for op in ops:
-        _enter(op, _decompose, module, traffic, limits)
+        _enter(op, decompose, module, traffic, limits)
 
 
-def _decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of an op that is made of others."""
     return op.decompose(*args, **kwargs)
 
 
