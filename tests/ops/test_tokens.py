@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchhalo
+from torchhalo.ops import attention_work
 from torchhalo.torch_internals.grid_shard import GridShard
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -70,8 +71,24 @@ STEPS: dict[str, Function] = {
     "roll": lambda t: t.roll(1, 1) - t,
     "pad": lambda t: F.pad(t, (0, 0, 1, 1))[:, 1:-1],
     "attention": lambda t: (t @ t.transpose(1, 2)).softmax(-1) @ t,
+    "fused attention": lambda t: _attention(t, t),
+    "few keys": lambda t: _attention(t, t.sin().mean(1, keepdim=True).expand(-1, 3, -1).contiguous()),
+    "masked attention": lambda t: _attention(t, t, like(t, weight(1, 1, t.shape[1], t.shape[1]))),
     "written piece": lambda t: _written_piece(t.clone()),
 }
+
+
+def _attention(t: torch.Tensor, s: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    query, key = (x.unflatten(-1, (2, 2)).transpose(1, 2) for x in (t, s))
+    out = F.scaled_dot_product_attention(query, key, key * 0.5, attn_mask=mask)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _reduced(x: torch.Tensor) -> torch.Tensor:
+    """Attention to the tokens of a smaller image, whose grid is another."""
+    t = x.flatten(2).transpose(1, 2)
+    s = F.avg_pool2d(x, 2, ceil_mode=True).flatten(2).transpose(1, 2)
+    return (t + _attention(t, s)).transpose(1, 2).reshape(x.shape)
 
 
 def _written(t: torch.Tensor) -> torch.Tensor:
@@ -128,8 +145,24 @@ def test_steps(name: str) -> None:
                     assert list(out.placements) == placements or name in NEED_OTHERS
 
 
-NEED_OTHERS = {"flip", "cumsum", "halved", "tokens softmax", "roll", "pad", "written piece"}
-LOCAL = [name for name in STEPS if name not in NEED_OTHERS | {"first", "largest", "attention", "mean", "sum"}]
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize("function", [_reduced, network(["fused attention"])])
+def test_attention_moves_keys_and_values_alone(monkeypatch: pytest.MonkeyPatch, function: Function, in_ring: bool) -> None:
+    monkeypatch.setattr(attention_work, "RING_BYTES", -1 if in_ring else 2**40)
+    for mesh, dims in MESHES[1:]:
+        with simulated(math.prod(mesh)), torchhalo.strict(moves=0 not in dims):
+            devices = init_device_mesh(DEVICE, mesh)
+            placements = [Shard(dim) for dim in dims]
+            out = assert_parity(function, [weight(2, 4, 6, 8)], devices, [placements])
+            assert list(out.placements) == placements
+
+
+NEED_OTHERS = {"masked attention", "flip", "cumsum", "halved", "tokens softmax", "roll", "pad", "written piece"}
+LOCAL = [
+    name
+    for name in STEPS
+    if name not in NEED_OTHERS | {"first", "largest", "attention", "fused attention", "few keys", "mean", "sum"}
+]
 
 
 @pytest.mark.parametrize("name", LOCAL)
