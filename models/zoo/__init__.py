@@ -56,14 +56,14 @@ COMPILED = {
 STREAMED = {
     *(f"torchhalo {name}" for name in ("ConvNeXt", "FPN", "PSPNet")),
     *(f"torchvision {name}" for name in ("resnet18", "squeezenet1_1", "shufflenet_v2_x0_5", "mobilenet_v3_small")),
-    *(f"timm test_{name}" for name in ("byobnet", "coatnet", "convnext", "mambaout", "maxvit", "nfnet", "vit")),
-    *(f"timm {name}" for name in ("resnet10t", "lcnet_035", "tinynet_e")),
-    *(f"smp {name}, resnet18" for name in ("Unet", "FPN", "Linknet", "MAnet", "DeepLabV3Plus")),
+    *(f"timm test_{name}" for name in ("byobnet", "coatnet", "convnext", "mambaout", "nfnet", "vit")),
+    *(f"timm {name}" for name in ("resnet10t", "lcnet_035")),
+    *(f"smp {name}, resnet18" for name in ("Unet", "FPN", "Linknet")),
     *(f"MONAI {name}" for name in ("UNet", "UNet (3-d)", "BasicUNet", "SegResNet", "DynUNet", "VNet", "AttentionUnet")),
     *(f"MONAI {name}" for name in ("HighResNet", "AutoEncoder", "AutoencoderKL", "AutoencoderKL (3-d)", "MedNeXt", "RegUNet")),
     *(f"diffusers {name}" for name in ("AutoencoderKL", "VQModel", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLWan")),
     *(f"diffusers {name}" for name in ("AutoencoderKLLTXVideo", "UNet2DModel", "UNet2DConditionModel")),
-    *(f"transformers {name}ForImageClassification" for name in ("ResNet", "ConvNextV2", "PoolFormer", "Swinv2", "RegNet")),
+    *(f"transformers {name}ForImageClassification" for name in ("ResNet", "ConvNextV2", "PoolFormer", "RegNet")),
     *(f"transformers {name}" for name in ("SegformerForSemanticSegmentation", "ViTModel")),
 }
 
