@@ -109,12 +109,13 @@ class _Attention:
             coordinate: tuple[int, ...],
         ) -> Any:
             mine = self.owned.owned(coordinate).spans[TOKENS]
+            query, key, value, *dense = (_with_dense_rows(tensor) for tensor in (query, key, value, *others))
             local = dict(self.given, query=query, key=key, value=value)
             if self.masked:
-                local[self.masked] = None if mask is None else _aligned(mask)
+                local[self.masked] = None if mask is None else _aligned(_with_dense_rows(mask))
             if self.causal:
                 local |= self._look_back(mine, query, key, value)
-            return kernel(mine, local, *others)
+            return kernel(mine, local, *dense)
 
         return simulation.per_rank(
             on_rank, dtensors.local(self.query), key, value, mask, others, process_groups.coordinate(self.mesh)
@@ -131,6 +132,11 @@ class _Attention:
         late = torch.arange(seen, device=query.device) > torch.arange(mine.start, mine.stop, device=query.device)[:, None]
         bias = _aligned(query.new_zeros(mine.size, seen).masked_fill_(late, float("-inf")))
         return {**near, "is_causal": False, self.masked: bias.expand(*query.shape[:2], -1, -1)}
+
+
+def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the kernels read it: they step by one along the last dim, and torch asks that of the whole tensor alone."""
+    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
