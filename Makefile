@@ -54,8 +54,8 @@ demo: $(READY)  ## train on an image sharded over two local processes, beside on
 	$(BIN)/torchhalo demo
 
 # In the environment of `setup`, which has the libraries. Results are kept in build/models: a run that was stopped goes on from there.
-models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page (hours)
-	$(BIN)/python -m models --jobs 2 --output docs/models.md
+models: $(READY)  ## check all models of docs/models.md, sharded, beside one process, and write that page and docs/streamed.md (hours)
+	$(BIN)/python -m models --jobs 2 --output docs/models.md --streamed docs/streamed.md
 
 docs: $(DOCS)/.ready  ## build the site of docs/ in site/; a warning, such as of a broken link, fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict

@@ -30,8 +30,7 @@ class Segmentation(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         image, labels = batch
         loss = F.cross_entropy(self.net(image), labels)
-        if self.global_rank == 0:
-            print(f"step {self.global_step + 1}: loss {loss.item():.6f}", flush=True)
+        self.print(f"step {self.global_step + 1}: loss {loss.item():.6f}", flush=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 examples/train_slide.py --size 256
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +20,24 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchhalo
 
 
-def write_slide(path: Path, size: int, seed: int) -> None:
+def write_slides(paths: list[Path], size: int) -> None:
     """Dark squares on a noisy ground: (rows, columns, colors), in tiles."""
-    slide = np.random.default_rng(seed).integers(128, 255, (size, size, 3), dtype=np.uint8)
-    slide[size // 4 : size // 2, size // 8 : -size // 8] //= 2
-    tifffile.imwrite(path, slide, tile=(64, 64), photometric="rgb")
+    for slide, path in zip(np.random.default_rng(0).integers(128, 255, (2, size, size, 3), np.uint8), paths, strict=True):
+        slide[size // 4 : size // 2, size // 8 : -size // 8] //= 2
+        tifffile.imwrite(path, slide, tile=(64, 64), photometric="rgb")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=256, help="height and width of the slides (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of training, two slides each (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="(default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path(), help="for the data (default: this one)")
     args = parser.parse_args()
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     mesh = init_device_mesh(accelerator.device.type, (int(os.environ["WORLD_SIZE"]),))
     paths = [args.folder / f"slide{number}.tiff" for number in range(2)]
-    for number, path in enumerate(paths if accelerator.is_main_process else ()):
-        write_slide(path, args.size, number)
+    if accelerator.is_main_process:
+        write_slides(paths, args.size)
     dist.barrier()
     slides = [zarr.open_array(tifffile.imread(path, aszarr=True), mode="r") for path in paths]
     torch.manual_seed(0)

@@ -24,7 +24,9 @@ import torch._functorch.aot_autograd
 from models import jobs
 from models.page import exact, page, percent, sharded, share, worst
 from models.running import CONFIGS, checked, compiled, explained
-from models.zoo import COMPILED, EVERYWHERE, ZOO, Model
+from models.streaming import streamed
+from models.streaming_page import streaming_page, within
+from models.zoo import COMPILED, EVERYWHERE, STREAMED, ZOO, Model
 from torchhalo.tools.text import readable
 
 # So that nothing but progress is shown.
@@ -42,10 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.page:
         _check(names, arguments)
     results = _results(arguments.results)
-    text = page(results, arguments.made_by or f"`{_command(argv)}`")
+    made_by = arguments.made_by or f"`{_command(argv)}`"
+    sharded_ones = {name: each for name, each in results.items() if each.keys() - {"streamed"}}
     if arguments.output is not None:
-        arguments.output.write_text(text)
-    return 0 if all("last" in results[name] and exact(results[name]["last"]) for name in names if name in results) else 1
+        arguments.output.write_text(page(sharded_ones, made_by))
+    on_one_device = {name: each["streamed"] for name, each in results.items() if "streamed" in each}
+    if arguments.streamed is not None:
+        arguments.streamed.write_text(streaming_page(on_one_device, made_by))
+    good = {name: "last" in each and exact(each["last"]) for name, each in sharded_ones.items()}
+    return 0 if all(good.get(name, True) and within(on_one_device.get(name, {})) for name in names) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="how many models are checked at a time, by two processes each")
     parser.add_argument("--timeout", type=float, default=600, help="in seconds, of a model")
     parser.add_argument("--output", type=Path, help="where to write the page")
+    parser.add_argument("--streamed", type=Path, help="where to write the page of the models that one device runs")
     parser.add_argument("--made-by", help="the commands that made the results, for the page; this one, if not given")
     return parser
 
@@ -87,6 +95,7 @@ KINDS = {
     "explain": Kind(ZOO, partial(explained, configs=["last"])),
     "explain-meshes": Kind(EVERYWHERE, partial(explained, configs=OTHERS)),
     "compile": Kind(COMPILED, compiled),
+    "stream": Kind(STREAMED, streamed),
 }
 
 
@@ -126,6 +135,8 @@ def _check(names: list[str], arguments: argparse.Namespace) -> None:
 def _line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"RAISES {result['error'][:300]}"
+    if "streamed" in result:
+        return str(result["streamed"])[:600]
     if "told" in result:
         return "; ".join(str(told)[:300] for told in result["told"].values())
     if "compiled" not in result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def page(results: dict[str, dict[str, Any]], made_by: str) -> str:
         ]
         lines += [*_meshes(meshes), ""]
     lines += _failures(results)
-    lines += ["## How this page was made", "", f"{made_by}, on {datetime.date.today()}, with {_versions(results)}."]
+    lines += ["## How this page was made", "", f"{made_by}, on {datetime.date.today()}, with {versions(results)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -101,10 +102,10 @@ def share(check: dict[str, Any]) -> float:
 
 def _table(results: dict[str, dict[str, Any]]) -> list[str]:
     columns = ["model", "input", "exact", "sent", "gathered", "foretold", "compiled"]
-    rows = [_row(columns), _row(["---"] * len(columns))]
+    rows = [row(columns), row(["---"] * len(columns))]
     for name, each in results.items():
         cells = _cells(each, "last") if "last" in each else ["**raises**", "", "", ""]
-        rows.append(_row([name.partition(" ")[2], inputs(ZOO[name]), *cells, _compiled(each)]))
+        rows.append(row([name.partition(" ")[2], inputs(ZOO[name]), *cells, _compiled(each)]))
     return rows
 
 
@@ -135,9 +136,9 @@ def _compiled(each: dict[str, Any]) -> str:
 
 def _meshes(results: dict[str, dict[str, Any]]) -> list[str]:
     configs = {name: config for name, config in CONFIGS.items() if name != "last"}
-    rows = [_row(["model", *(config.title for config in configs.values())]), _row(["---"] * (1 + len(configs)))]
+    rows = [row(["model", *(config.title for config in configs.values())]), row(["---"] * (1 + len(configs)))]
     for name, each in results.items():
-        rows.append(_row([name, *(_mesh_cell(each, config) if config in each else "" for config in configs)]))
+        rows.append(row([name, *(_mesh_cell(each, config) if config in each else "" for config in configs)]))
     return rows
 
 
@@ -192,7 +193,7 @@ def percent(part: float) -> str:
     return f"{part:.1%}" if part >= 0.0005 else "<0.1%"
 
 
-def _row(cells: list[str]) -> str:
+def row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
@@ -206,7 +207,7 @@ def _input(given: Any) -> str:
     return f"`{given.item()}`" if given.numel() == 1 else "x".join(map(str, given.shape))
 
 
-def _versions(results: dict[str, dict[str, Any]]) -> str:
+def versions(results: Iterable[str]) -> str:
     libraries = {model.library: model.version for model in map(ZOO.__getitem__, results) if model.version}
     versions = {"torchhalo": torchhalo.__version__, "Python": platform.python_version(), "torch": torch.__version__} | libraries
     return ", ".join(f"{name} {number}" for name, number in versions.items())

@@ -97,7 +97,7 @@ def told(model: Model, config: Config) -> list[int] | str:
 
     def made() -> nn.Module:
         with Uncast(DTYPE):
-            return _Uncast(model.make())
+            return InDtype(model.make())
 
     try:
         places = product(*map(range, config.mesh))
@@ -109,7 +109,7 @@ def told(model: Model, config: Config) -> list[int] | str:
         return f"{type(error).__name__}: {error}"
 
 
-class _Uncast(nn.Module):
+class InDtype(nn.Module):
     """The model as a check runs it."""
 
     def __init__(self, model: nn.Module):

@@ -14,13 +14,16 @@ import torch
 from models import __main__ as command
 from models import jobs, page
 from models.running import CONFIGS, told
-from models.zoo import COMPILED, EVERYWHERE, LIBRARIES, REASONS, ZOO, Model
+from models.streaming import SHARDS, Result
+from models.streaming_page import streaming_page, within
+from models.zoo import COMPILED, EVERYWHERE, LIBRARIES, REASONS, STREAMED, ZOO, Model
 from torchhalo.tools.check import Report, compared
 from torchhalo.tools.observe import Case, observe
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+STREAMED_PAGE = PAGE.with_name("streamed.md")
 #: Of each library those that take the least time for what they have: tables read by index, attention, windows, skips, volumes.
 SAMPLE = [
     "torchvision squeezenet1_1",
@@ -74,7 +77,7 @@ def test_the_page_lists_every_model_and_every_reason() -> None:
 
 
 def test_names_in_lists_of_models_are_in_the_table() -> None:
-    assert {*COMPILED, *EVERYWHERE, *REASONS, *SAMPLE} <= ZOO.keys() and len(ZOO) >= 250
+    assert {*COMPILED, *EVERYWHERE, *REASONS, *SAMPLE, *STREAMED} <= ZOO.keys() and len(ZOO) >= 250
     assert len({command._path(Path(), "check", name) for name in ZOO}) == len(ZOO)
 
 
@@ -106,6 +109,28 @@ def test_a_page_tells_what_went_wrong_and_what_was_not_tried() -> None:
     assert f"- {SECOND}, 2 ranks, last dim: `differs by 1e-03, first in stem`" in text
     assert "told [6, 2048], sent [7, 2048]" in text and f"- {FOURTH}: `in one process already: no`" in text
     assert f"- {THIRD}, compiled: `a break`" in text and "`the command`" in text
+
+
+def test_the_page_of_streamed_models_has_forty_that_are_exact() -> None:
+    text = STREAMED_PAGE.read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    found = [row for row in rows if row[0] != "model" and row[0] != "---"]
+    assert len(found) >= 40
+    assert all(float(difference) <= 1e-9 for row in found for difference in row[2 : 2 + len(SHARDS)])
+
+
+def test_a_page_tells_which_streamed_models_are_wrong_or_exceed_their_budget() -> None:
+    good = {str(count): Result(1e-15, 2e-14, 4096, 8192, 3072, 3072)._asdict() for count in SHARDS}
+    wrong = {**good, "5": {**good["5"], "forward": 1e-3}}
+    over = {**good, "16": {**good["16"], "counted": 5000}}
+    results = {FIRST: good, SECOND: wrong, THIRD: over, FOURTH: {"error": "no rule"}}
+    assert [within(each) for each in results.values()] == [True, False, False, False]
+    text = streaming_page(results, "`the command`")
+    rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
+    assert rows[FIRST.partition(" ")[2]].endswith(" | 2e-14 | 2e-14 | 2e-14 | 3.0 KiB | 4.0 KiB | 8.0 KiB |")
+    assert " | 2e-14 | **no: 1e-03** | 2e-14 | " in rows[SECOND.partition(" ")[2]]
+    assert "**1 of 4 models are exact** over 2, 5 and 16 shards" in text and f"- {FOURTH}: `no rule`" in text
+    assert "In 8 of 9 training steps" in text and "in 1 it exceeded the budget" in text
 
 
 def waits(seconds: float) -> dict[str, Any]:

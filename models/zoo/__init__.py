@@ -11,7 +11,7 @@ from models.zoo.timm import TIMM
 from models.zoo.torchvision import TORCHVISION
 from models.zoo.transformers import TRANSFORMERS
 
-__all__ = ["COMPILED", "EVERYWHERE", "LIBRARIES", "REASONS", "UNTRIED", "ZOO", "Model"]
+__all__ = ["COMPILED", "EVERYWHERE", "LIBRARIES", "REASONS", "STREAMED", "UNTRIED", "ZOO", "Model"]
 
 LIBRARIES = {
     "Networks of `models/nets.py`": OWN,
@@ -50,6 +50,21 @@ COMPILED = {
     *(f"diffusers {name}" for name in ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "UNet2DModel")),
     *(f"transformers {name}" for name in ("ResNetForImageClassification", "ConvNextV2ForImageClassification")),
     *(f"transformers {name}" for name in ("PoolFormerForImageClassification", "SegformerForSemanticSegmentation")),
+}
+
+#: What one device runs shard after shard: of each library the smaller ones, with all that its models are made of.
+STREAMED = {
+    *(f"torchhalo {name}" for name in ("ConvNeXt", "FPN", "PSPNet")),
+    *(f"torchvision {name}" for name in ("resnet18", "squeezenet1_1", "shufflenet_v2_x0_5", "mobilenet_v3_small")),
+    *(f"timm test_{name}" for name in ("byobnet", "coatnet", "convnext", "mambaout", "nfnet", "vit")),
+    *(f"timm {name}" for name in ("resnet10t", "lcnet_035")),
+    *(f"smp {name}, resnet18" for name in ("Unet", "FPN", "Linknet")),
+    *(f"MONAI {name}" for name in ("UNet", "UNet (3-d)", "BasicUNet", "SegResNet", "DynUNet", "VNet", "AttentionUnet")),
+    *(f"MONAI {name}" for name in ("HighResNet", "AutoEncoder", "AutoencoderKL", "AutoencoderKL (3-d)", "MedNeXt", "RegUNet")),
+    *(f"diffusers {name}" for name in ("AutoencoderKL", "VQModel", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLWan")),
+    *(f"diffusers {name}" for name in ("AutoencoderKLLTXVideo", "UNet2DModel", "UNet2DConditionModel")),
+    *(f"transformers {name}ForImageClassification" for name in ("ResNet", "ConvNextV2", "PoolFormer", "RegNet")),
+    *(f"transformers {name}" for name in ("SegformerForSemanticSegmentation", "ViTModel")),
 }
 
 _SAMPLED = "exact; `grid_sample` reads where its grid says, which only the values know, and so its input is gathered"

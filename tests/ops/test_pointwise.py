@@ -50,3 +50,15 @@ def test_in_place_and_channels_last() -> None:
             x = torch.randn(2, 3, 5, 4, dtype=torch.float64, device=DEVICE).contiguous(memory_format=torch.channels_last)
         for function in (F.hardswish, F.relu6, F.hardtanh, F.hardsigmoid, F.elu, F.silu, F.mish, F.leaky_relu):
             assert_parity(lambda x, function=function: function(x * 1, inplace=True), [x], devices, [[Shard(2)]])
+
+
+@pytest.mark.parametrize("name", ["hardswish_", "mish_", "negative_", "tril_"])
+def test_in_place_with_fewer_rows_than_ranks(name: str) -> None:
+    """Of the last two DTensor works out the rule, and would cut another dim than the tensor's, which then held wrong values."""
+    function = getattr(torch.ops.aten, name)
+    with simulated(4):
+        devices = init_device_mesh(DEVICE, (4,))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 8, 3, 6, dtype=torch.float64, device=DEVICE)
+        result = assert_parity(lambda x: function(x * 2), [x], devices, [[Shard(2)]])
+        assert result.placements == (Shard(2),)

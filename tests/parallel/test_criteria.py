@@ -32,6 +32,8 @@ def classes(limit: int, *shape: int) -> torch.Tensor:
 LOGITS, OTHER, BINARY = values(2, 3, 11, 8), values(2, 3, 11, 8), values(2, 1, 11, 8)
 LABELS, YES = classes(3, 2, 1, 11, 8), classes(2, 2, 1, 11, 8)
 ONE_HOT = F.one_hot(LABELS[:, 0], 3).movedim(-1, 1)
+FEATURES = values(2, 6, 4)  # of samples
+BOXES = torch.cat([values(2, 6, 2).sigmoid(), 1 + values(2, 6, 2).sigmoid()], 2)
 VOLUME, VOLUME_LABELS = values(1, 2, 9, 6, 7), classes(2, 1, 1, 9, 6, 7)
 
 Case = tuple[str, Callable[..., torch.Tensor], torch.Tensor, list[torch.Tensor]]
@@ -69,21 +71,39 @@ def monai_losses() -> Iterator[Case]:
         yield f"NACLLoss {distance}", m.NACLLoss(classes=3, dim=2, distance_type=distance), LOGITS, [LABELS[:, 0]]
     for mode in ("default", "GDL"):
         distances = torch.tensor([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]]).numpy()
-        yield f"Wasserstein {mode}", m.GeneralizedWassersteinDiceLoss(distances, weighting_mode=mode), LOGITS, [LABELS]
+        yield (
+            f"GeneralizedWassersteinDiceLoss {mode}",
+            m.GeneralizedWassersteinDiceLoss(distances, weighting_mode=mode),
+            LOGITS,
+            [LABELS],
+        )
     yield "SSIMLoss", m.SSIMLoss(spatial_dims=2, win_size=5), LOGITS, [OTHER]
     for kernel in ("rectangular", "gaussian"):
         loss = m.LocalNormalizedCrossCorrelationLoss(spatial_dims=2, kernel_size=3, kernel_type=kernel)
-        yield f"LNCC {kernel}", loss, LOGITS, [OTHER]
+        yield f"LocalNormalizedCrossCorrelationLoss {kernel}", loss, LOGITS, [OTHER]
     for kernel in ("gaussian", "b-spline"):
         loss = m.GlobalMutualInformationLoss(num_bins=8, kernel_type=kernel)
-        yield f"mutual information {kernel}", loss, LOGITS.sigmoid(), [OTHER.sigmoid()]
+        yield f"GlobalMutualInformationLoss {kernel}", loss, LOGITS.sigmoid(), [OTHER.sigmoid()]
     yield "BendingEnergyLoss", m.BendingEnergyLoss(), LOGITS[:, :2], []
     yield "DiffusionLoss", m.DiffusionLoss(normalize=True), LOGITS[:, :2], []
     yield "MultiScaleLoss", m.MultiScaleLoss(nn.MSELoss(), scales=[0, 1]), VOLUME[:, :1], [VOLUME[:, 1:]]
+    yield "DeepSupervisionLoss", m.DeepSupervisionLoss(m.DiceLoss(**hot)), LOGITS, [LABELS]
+    yield "MaskedLoss", m.MaskedLoss(nn.MSELoss), LOGITS, [OTHER, YES.double()]
+    yield "AUCMLoss", m.AUCMLoss(), BINARY, [YES.double()]
+    for kind in (m.BarlowTwinsLoss, m.ContrastiveLoss):
+        yield kind.__name__, kind(), FEATURES[0], [FEATURES[1]]
+    yield "BoxGIoULoss", m.BoxGIoULoss(), BOXES[0], [BOXES[1]]
+    risk, noise = m.SURELoss(perturb_noise=OTHER[:, :1], eps=0.1), lambda x: 0.5 * x + 0.1 * x.square()
+    yield "SURELoss", lambda x: risk(noise, x, noise(x)), BINARY, []
     yield "JukeboxLoss", m.JukeboxLoss(spatial_dims=2), LOGITS, [OTHER]
     for criterion in ("least_squares", "bce", "hinge"):
         adversary = m.PatchAdversarialLoss(criterion=criterion)
-        yield f"adversary {criterion}", lambda x, a=adversary: a(x, target_is_real=True, for_discriminator=True), LOGITS, []
+        yield (
+            f"PatchAdversarialLoss {criterion}",
+            lambda x, a=adversary: a(x, target_is_real=True, for_discriminator=True),
+            LOGITS,
+            [],
+        )
 
 
 def smp_losses() -> Iterator[Case]:
@@ -99,9 +119,13 @@ def smp_losses() -> Iterator[Case]:
     focal = s.FocalLoss("multiclass", ignore_index=1, alpha=0.3, normalized=True)
     yield "FocalLoss ignoring", focal, LOGITS, [LABELS[:, 0]]
     yield "FocalLoss ignoring binary", s.FocalLoss("binary", ignore_index=1, reduced_threshold=0.5), BINARY, [YES]
+    yield "LovaszLoss binary", s.LovaszLoss("binary"), BINARY.float(), [YES]
+    for settings in ({}, {"per_image": True, "ignore_index": 1}):
+        lovasz = s.LovaszLoss("multiclass", **settings)
+        yield f"LovaszLoss {settings}", lovasz, LOGITS.float().softmax(1), [LABELS[:, 0]]
     yield "MCCLoss", s.MCCLoss(), BINARY, [YES.double()]
-    yield "SoftBCE", s.SoftBCEWithLogitsLoss(ignore_index=1, smooth_factor=0.1), BINARY, [YES.double()]
-    yield "SoftCE", s.SoftCrossEntropyLoss(smooth_factor=0.1, ignore_index=1), LOGITS, [LABELS[:, 0]]
+    yield "SoftBCEWithLogitsLoss", s.SoftBCEWithLogitsLoss(ignore_index=1, smooth_factor=0.1), BINARY, [YES.double()]
+    yield "SoftCrossEntropyLoss", s.SoftCrossEntropyLoss(smooth_factor=0.1, ignore_index=1), LOGITS, [LABELS[:, 0]]
     for reduction in ("mean", "sum", "none"):
         loss = lambda x, t, r=reduction: sigmoid_focal_loss(x, t, reduction=r)  # noqa: E731
         yield f"sigmoid_focal_loss {reduction}", loss, LOGITS, [ONE_HOT.double()]
@@ -117,11 +141,16 @@ def backward(value: torch.Tensor) -> None:
     (value * weights).sum().backward()
 
 
-def both(tensors: list[torch.Tensor], ndim: int) -> Iterator[list[torch.Tensor]]:
-    """Plain and whole, and sharded as a prediction with so many dims is."""
+def cut(prediction: torch.Tensor) -> int:
+    """The dim that is sharded."""
+    return 2 if prediction.ndim > 2 else 0
+
+
+def both(tensors: list[torch.Tensor], prediction: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Plain and whole, and sharded as a prediction is."""
     yield tensors
     if tensors:
-        yield [torchhalo.shard(tensor, mesh_of((2,)), 2 - ndim + tensor.ndim) for tensor in tensors]
+        yield [torchhalo.shard(x, mesh_of((2,)), cut(prediction) - prediction.ndim + x.ndim) for x in tensors]
 
 
 def check_losses(library: str) -> int:
@@ -132,9 +161,11 @@ def check_losses(library: str) -> int:
         expected = loss(x, *targets)
         backward(expected)
         # Some compute in float32 inside.
-        tolerance = 1e-6 if expected.dtype == torch.float32 or "Focal" in name or "mutual" in name else 1e-9
-        for given in both(targets, prediction.ndim):
-            y = torchhalo.shard(prediction, mesh_of((2,))).requires_grad_()
+        tolerance = (
+            1e-6 if expected.dtype == torch.float32 or any(part in name for part in ("Focal", "Mutual", "GIoU")) else 1e-9
+        )
+        for given in both(targets, prediction):
+            y = torchhalo.shard(prediction, mesh_of((2,)), cut(prediction)).requires_grad_()
             found = loss(y, *given)
             backward(found)
             try:
@@ -146,8 +177,27 @@ def check_losses(library: str) -> int:
     return count
 
 
+#: Those that no case above has, and why.
+UNTRIED = {
+    "BoundaryLoss": "distances by SciPy",
+    "HausdorffDTLoss": "distances by SciPy",
+    "LogHausdorffDTLoss": "distances by SciPy",
+    "PerceptualLoss": "downloads weights",
+}
+
+
+def test_every_loss_is_tried() -> None:
+    import monai.losses
+    import segmentation_models_pytorch.losses as smp
+
+    tried = {name.split(" ")[0] for cases in (monai_losses, smp_losses) for name, *_ in cases()}
+    for library in (monai.losses, smp):
+        there = {each.__name__ for each in vars(library).values() if isinstance(each, type) and issubclass(each, nn.Module)}
+        assert there <= tried | UNTRIED.keys()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("library, count", [("monai", 77), ("smp", 44)])
+@pytest.mark.parametrize("library, count", [("monai", 90), ("smp", 50)])
 def test_losses(pool, library: str, count: int) -> None:
     assert pool(2).run(check_losses, library) == [count] * 2
 
@@ -167,6 +217,10 @@ def torchmetrics_metrics() -> Iterator[Metric]:
     yield "PSNR", lambda: i.PeakSignalNoiseRatio(data_range=1.0), first, second
     yield "SSIM", lambda: i.StructuralSimilarityIndexMeasure(data_range=1.0), first, second
     for kind in (i.UniversalImageQualityIndex, i.SpectralAngleMapper, i.SpatialCorrelationCoefficient):
+        yield kind.__name__, kind, first, second
+    scales = {"kernel_size": 3, "betas": (0.5, 0.5), "data_range": 1.0}
+    yield "MS-SSIM", lambda: i.MultiScaleStructuralSimilarityIndexMeasure(**scales), first, second
+    for kind in (i.SpectralDistortionIndex, i.RelativeAverageSpectralError, i.RootMeanSquaredErrorUsingSlidingWindow):
         yield kind.__name__, kind, first, second
     for average in ("macro", "micro", "none", "weighted"):
         yield f"F1 {average}", lambda average=average: c.MulticlassF1Score(3, average=average), scores, labels
@@ -220,12 +274,17 @@ def monai_metrics() -> Iterator[Metric]:
         make = lambda name=name, settings=settings: Monai(getattr(m, name)(**settings))  # noqa: E731
         yield f"{name} {settings}", make, SEGMENTED, ONE_HOT
     for name, settings in (
+        ("MSEMetric", {}),
+        ("RMSEMetric", {}),
+        ("MAPEMetric", {}),
+        ("MultiScaleSSIMMetric", {"spatial_dims": 2, "kernel_size": 3, "weights": (0.5, 0.5)}),
         ("PSNRMetric", {"max_val": 1}),
         ("SSIMMetric", {"spatial_dims": 2, "win_size": 5}),
         ("MAEMetric", {}),
     ):
         yield name, lambda name=name, settings=settings: Monai(getattr(m, name)(**settings)), first, second
     panoptic = classes(2, 1, 2, 11, 8)
+    yield "AbsoluteVolumeDifferenceMetric", lambda: Monai(m.AbsoluteVolumeDifferenceMetric()), SEGMENTED, ONE_HOT
     yield "panoptic quality", lambda: Monai(m.PanopticQualityMetric(num_classes=2)), panoptic, panoptic
     yield "compute_dice", lambda: Function(m.compute_dice), SEGMENTED, ONE_HOT
     yield "compute_iou", lambda: Function(m.compute_iou), SEGMENTED, ONE_HOT
@@ -276,10 +335,14 @@ def test_metrics(pool, library: str) -> None:
 
 
 def check_leaving_torch() -> None:
+    from monai.utils import convert_to_numpy
+
     torchhalo.parallelize(nn.Conv2d(1, 1, 1), mesh_of((2,)))
     x = torchhalo.shard(LOGITS, mesh_of((2,)))
     with pytest.raises(TypeError, match=r"shape \(2, 3, 11, 8\); call `tensor.full_tensor\(\)`"):
         x.numpy()
+    with pytest.raises(TypeError, match=r"metrics of surfaces and rankings need that"):
+        convert_to_numpy(x)  # as MONAI's Hausdorff and surface distances do
     assert x.full_tensor().numpy().shape == (2, 3, 11, 8)
     assert x.amax().numpy() == LOGITS.numpy().max()
 

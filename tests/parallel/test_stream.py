@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchhalo
+from models.streaming import result
 from models.zoo import ZOO
+from torchhalo.ops import randomness
 from torchhalo.parallel.streaming import prepare, schedule
 from torchhalo.parallel.streaming.stream import size_of
+from torchhalo.tools.observe import Case, observe
 
 
 class Net(nn.Module):
@@ -89,14 +93,46 @@ def test_a_training_step_is_that_of_the_plain_model(how: dict[str, Any], shape: 
     assert streamed.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", ["FPN", "MONAI UNet (3-d)"])
+@pytest.mark.parametrize("name, shards", [("MONAI UNet (3-d)", 5), ("diffusers UNet2DModel", 2)])
 @pytest.mark.slow
-def test_networks_of_the_field(name: str) -> None:
-    torch.manual_seed(0)
-    made = ZOO[name]
-    plain, streamed = plain_and_streamed(made.make().eval(), shards=3)
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in made.inputs]
-    assert_same(step(streamed, *inputs), step(plain, *inputs))
+def test_networks_of_the_field(pool, name: str, shards: int) -> None:
+    """As `python -m models --kinds stream` checks more of them: in training mode, with little more memory than they need."""
+    case = Case(ZOO[name].make, ZOO[name].inputs, None, True, True, torch.float64, 0)
+    (alone,) = pool(1).run(observe, case, None)
+    found = result(case, shards, alone)
+    assert max(found.forward, found.step) <= 1e-9
+    assert found.counted == found.foretold <= found.budget < found.free
+
+
+class Attending(nn.Module):
+    """Tokens that meet in a fused kernel, which torch counts among those that draw random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2).unflatten(-1, (2, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
+def test_attention_is_no_draw() -> None:
+    """Each shard computes its own: what one shard drew is drawn for all."""
+    x = torch.randn(1, 32, 8, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(torchhalo.stream(Attending(), shards=4)(x), Attending()(x))
+
+
+def test_an_op_whose_rule_stock_dtensor_derives() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Hardswish(inplace=True))
+    x = torch.randn(1, 1, 8, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(torchhalo.stream(copy.deepcopy(model), shards=2)(x), model(x))
+
+
+def test_shards_that_draw_differently_are_refused() -> None:
+    with torchhalo.torch_random(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor's, of random numbers on a CPU
+        with pytest.raises(
+            NotImplementedError, match=r"aten\.bernoulli_\.float in the model draws other numbers on each shard"
+        ):
+            torchhalo.stream(nn.Dropout(), shards=2)(torch.ones(1, 1, 7, 5))
 
 
 @pytest.mark.slow
@@ -120,7 +156,7 @@ def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, free = plain_and_streamed(Net(), shards=4)
     expected = step(free, x)
     unlimited = prepared[-1].schedule.peak
-    assert max(peaks) <= unlimited
+    assert max(peaks) == unlimited
     peaks.clear()
     budget = prepared[-1].resident + unlimited // 3
     tight = torchhalo.stream(copy.deepcopy(plain), shards=4, memory=budget)
@@ -202,12 +238,13 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_draws_do_not_depend_on_the_shards(checkpointed: bool) -> None:
-    """Nor on checkpointing, which draws again; and the next step draws anew."""
+    """Nor on checkpointing, which draws again, nor on what is tried once in a process; and the next step draws anew."""
+    randomness._try.cache_clear()
     torch.manual_seed(0)
     model = Dropping(checkpointed).double()
     x = torch.randn(1, 1, 10, 9, dtype=torch.float64, requires_grad=True)
     results = []
-    for case in ({"shards": 1}, {"shards": 4}, {"shards": 2, "dims": 3}):
+    for case in ({"shards": 4}, {"shards": 1}, {"shards": 2, "dims": 3}):
         streamed = torchhalo.stream(copy.deepcopy(Dropping(False).double() if case == {"shards": 1} else model), **case)
         streamed.load_state_dict(model.state_dict())
         torch.manual_seed(5)

@@ -162,7 +162,7 @@ class Fused(NamedTuple):
         local = self._local(part, query, key, value, mask, extra)
         if self.op is EFFICIENT_BACKWARD:  # as its forward kernel fills it up
             sums = torch.constant_pad_nd(sums, [0, -sums.shape[TOKENS] % 32], math.inf)
-        local |= {next(iter(self.given)): grad, "out": out, "logsumexp": sums}
+        local |= {next(iter(self.given)): _dense_rows(grad), "out": _dense_rows(out), "logsumexp": sums}
         if "max_q" in local:
             local |= {"max_q": query.shape[TOKENS], "max_k": key.shape[TOKENS]}
         if "grad_input_mask" in local:
@@ -184,9 +184,9 @@ class Fused(NamedTuple):
     ) -> dict[str, Any]:
         local: dict[str, Any] = {
             **self.given,
-            "query": query,
-            "key": key,
-            "value": value,
+            "query": _dense_rows(query),
+            "key": _dense_rows(key),
+            "value": _dense_rows(value),
             **dict(zip(self.extra, extra, strict=True)),
         }
         columns = cut(mask, part.keys)
@@ -200,8 +200,13 @@ class Fused(NamedTuple):
                 bias = query.new_zeros(late.shape).masked_fill_(late, -math.inf)
                 columns = _aligned(bias if columns is None else columns + bias).expand(*query.shape[:2], -1, -1)
         if self.masked is not None:
-            local[self.masked] = None if columns is None else _aligned(columns)
+            local[self.masked] = None if columns is None else _aligned(_dense_rows(columns))
         return local
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the kernels read it: they step by one along the last dim, and torch asks that of the whole tensor alone."""
+    return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:

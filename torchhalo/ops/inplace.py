@@ -8,7 +8,8 @@ The other way round, a piece that was cut before its base was written to would s
 again behind the back of the others, since that communicates; so it raises when it is used.
 
 Partial sums stay partial sums, as other tensors may share their memory: what an op writes to them is computed apart, and
-written as summands that add up to it.
+written as summands that add up to it. So is what an op writes whose rule DTensor works out from others: with fewer rows than
+ranks that rule may cut another dim, and the tensor that is written to would not follow.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
                 follow(tensor, op, args)
             return args[0] if op._schema.returns else None
         targets = handlers.mutated_arguments(op, args, kwargs)
-        if op not in _overwriting and any(map(redistribution.is_partial, targets)):
+        if op not in _overwriting and (
+            any(map(redistribution.is_partial, targets)) or (len(targets) == 1 and not handlers.has_rule(op))
+        ):
             variant = handlers.functional_variant(op)
             if variant is not None:
                 _write_summands(op, targets, variant(*args, **kwargs))

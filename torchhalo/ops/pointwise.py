@@ -70,3 +70,11 @@ def pointwise(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for shard, result, home in zip(outs, results, homes, strict=True)
     )
     return wrapped if len(wrapped) > 1 else wrapped[0]
+
+
+@handlers.register(*(getattr(aten, f"{name}_").default for name in OPS if hasattr(aten, f"{name}_")), traffic="nothing")
+def pointwise_(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Handler of those that write in place: of tiny shards, stock DTensor moves the tensor to another dim for them."""
+    tensor = args[0]
+    op(dtensors.local(tensor), *args[1:], **kwargs)
+    return tensor

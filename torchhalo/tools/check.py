@@ -154,7 +154,7 @@ def check(
 
 def compared(shape: tuple[int, ...], tolerance: float, alone: Seen, seen: list[Seen]) -> Report:
     """What one process and the ranks of a mesh saw, side by side."""
-    differences = _differences(alone.values, seen[0].values)
+    differences = differences_between(alone.values, seen[0].values)
     return Report(
         shape,
         differences,
@@ -182,7 +182,7 @@ def reason(error: RankError) -> str:
     return error.reason.removeprefix(f"{ModelError.__name__}: ")
 
 
-def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, tuple[float, str]]:
+def differences_between(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, tuple[float, str]]:
     """For each kind of value the largest difference and where it is; what one of them lacks differs without limit."""
     worst: dict[str, tuple[float, str]] = {}
     for name in dict.fromkeys([*expected, *found]):

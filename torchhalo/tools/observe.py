@@ -108,7 +108,7 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
     with Uncast(case.dtype):
         model = _made(case.model).to(case.dtype).train(case.train)
     generator = torch.Generator().manual_seed(case.seed)
-    inputs = [_input(sample, case.dtype, generator) for sample in case.sample]
+    inputs = [input_of(sample, case.dtype, generator) for sample in case.sample]
     _warm_up(mesh, case.dtype)
     before = peak_memory()
     if mesh_shape is not None:
@@ -128,12 +128,12 @@ def observe(case: Case, mesh_shape: tuple[int, ...] | None) -> Seen:
             outputs, loss = _called(model, case, inputs)
             watcher.stack = ["backward"]
             if case.backward:
-                (_weighted(outputs) if loss is None else loss).backward()
+                (weighted(outputs) if loss is None else loss).backward()
         except Exception as error:
             where = place.where or f"in {watcher.path or 'the model'}"
             raise ModelError(f"{where}: {type(error).__name__}: {error}") from error
     memory = peak_memory() - before
-    values = dict(_values(model, inputs, outputs))
+    values = dict(values_of(model, inputs, outputs))
     if loss is not None:
         values["loss: "] = whole(loss).detach()
     kept = values if dist.get_rank() == 0 else {}
@@ -193,13 +193,13 @@ def named(name: str) -> Callable[..., Any]:
     return found
 
 
-def _input(sample: Any, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def input_of(sample: Any, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     if isinstance(sample, torch.Tensor):
         return sample.to(dtype) if sample.is_floating_point() else sample
     return torch.randn(tuple(sample), dtype=dtype, generator=generator)
 
 
-def _weighted(outputs: list[torch.Tensor]) -> torch.Tensor:
+def weighted(outputs: list[torch.Tensor]) -> torch.Tensor:
     """A sum of all outputs in which every element counts differently, so that no error in a gradient cancels out."""
     total: Any = 0
     for output in outputs:
@@ -217,7 +217,7 @@ def _positions(tensor: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole, tensor.device_mesh, kept, src_data_rank=None)
 
 
-def _values(model: nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def values_of(model: nn.Module, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for number, output in enumerate(outputs):
         yield f"outputs: {number}", whole(output).detach()
     for number, x in enumerate(inputs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -82,8 +84,35 @@ def _fake(arg: Any, mode: Any) -> Any:
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), torch.device(device))
 
 
-def fake_tensor_mode() -> Any:
+@contextmanager
+def fake_tensor_mode() -> Iterator[None]:
     """A context in which tensors have shapes and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), _rules_from_decompositions():
+        yield
+
+
+@contextmanager
+def _rules_from_decompositions() -> Iterator[None]:
+    """Let DTensor work out the rule of an op from what it is made of on tensors of its own: it fails on fake ones.
+
+    Torch 2.11 has no such rules.
+    """
+    try:
+        from torch.distributed.tensor._decompositions import DecompShardingStrategy
+    except ImportError:
+        yield
+        return
+    rules: Any = DecompShardingStrategy
+    stock = rules.propagate_strategy
+
+    def apart(*args: Any) -> Any:
+        with _disable_current_modes():
+            return stock(*args)
+
+    rules.propagate_strategy = apart
+    try:
+        yield
+    finally:
+        rules.propagate_strategy = stock

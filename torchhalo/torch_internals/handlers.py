@@ -162,6 +162,14 @@ def functional_variant(op: Op) -> Op | None:
     return None
 
 
+@lru_cache(maxsize=4096)
+def has_rule(op: Op) -> bool:
+    """Whether ``op`` has a handler, or a rule that DTensor was given, and has not to work out from what the op is made of."""
+    known = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return op in handled or any(op in getattr(known, table, ()) for table in tables)
+
+
 def aliasing_ops() -> tuple[list[Op], list[Op]]:
     """The aten ops that write to a tensor, and those whose result is a view of one."""
     writers: list[Op] = []

@@ -120,7 +120,6 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, (DTensor, funcol.AsyncCollectiveTensor)) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
-        draw = self._draw(func)
         given = mapped(torch.Tensor, self.view, (args, kwargs))
         before = len(self.sizes)
         try:
@@ -128,6 +127,7 @@ class Recorder(TorchDispatchMode):
         except Exception:
             self.failed = str(func), self._module()
             raise
+        draw = self._draw() if _draws(func, args, kwargs, out) else None
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         if func.namespace == "_c10d_functional" and "wait_tensor" in func._schema.name:
@@ -155,14 +155,21 @@ class Recorder(TorchDispatchMode):
             Instruction(op, args, kwargs, tuple(results), reads, frozenset(written), makes, group, draw, self._module())
         )
 
-    def _draw(self, op: Op) -> int | None:
+    def _draw(self) -> int:
         """Which draw this is. What restores the state of the generator, as checkpointing does, draws the same again."""
-        if torch.Tag.nondeterministic_seeded not in op.tags:
-            return None
         with _disable_current_modes():
             state = torch.default_generator.get_state().numpy().tobytes()
             torch.rand(())  # a fake draw leaves the generator as it is
         return self._draws.setdefault(state, len(self._draws))
+
+
+def _draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether ``op`` draws random numbers: not for an empty tensor, nor an attention that drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in op.tags or (isinstance(out, torch.Tensor) and not out.numel()):
+        return False
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", True))
 
 
 _NO_WORK = {torch.ops.aten.detach_.default}

@@ -12,6 +12,7 @@ from torchhalo.parallel.streaming.schedule import BudgetError, Schedule, plan
 from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions
 from torchhalo.parallel.streaming.trace import Call, Program, Returned, trace
 from torchhalo.parallel.structures import tensors_in
+from torchhalo.torch_internals.recording import View
 
 
 class Prepared(NamedTuple):
@@ -28,6 +29,23 @@ class Prepared(NamedTuple):
     schedule: Schedule
     returned: Returned
     resident: int
+
+    def within(self, budget: float) -> Prepared:
+        """The same with a schedule for another budget.
+
+        Raises:
+            BudgetError: A step alone needs more.
+        """
+        return self._replace(schedule=_scheduled(self.programs, self.steps, budget - self.resident))
+
+    @property
+    def least(self) -> int:
+        """No budget below this one can do."""
+        return self.resident + max(
+            sum(self.programs[memory.shard].sizes[memory.storage] for memory in step.reads | step.makes)
+            for each in self.steps
+            for step in each.steps
+        )
 
 
 #: With a budget and no number of shards: the most that are tried along a dim.
@@ -83,7 +101,34 @@ def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budge
     """Trace all shards and plan what the device does."""
     found = [trace(call, shards, rank, dims) for rank in range(prod(shards))]
     programs, returned = [program for program, _ in found], found[0][1]
+    _check_draws(programs)
     steps = all_steps(programs)
+    resident = resident_bytes(call) + sum(value.nbytes for program in programs for value in program.constants.values())
+    schedule = _scheduled(programs, steps, budget - resident)
+    return Prepared(tuple(shards), programs, steps, schedule, returned, resident)
+
+
+def _check_draws(programs: Sequence[Program]) -> None:
+    """Equal draws give equal numbers, so they must be of one kind on all shards.
+
+    Raises:
+        NotImplementedError: They are not.
+    """
+    found: dict[int, tuple[object, object]] = {}
+    for program in programs:
+        for each in program.instructions:
+            if each.draw is None:
+                continue
+            drawn = [view for _, view in each.results] or [arg for arg in each.args if isinstance(arg, View)][:1]
+            kind = each.op, [(view.shape, view.dtype) for view in drawn]
+            if found.setdefault(each.draw, kind) != kind:
+                raise NotImplementedError(
+                    f"stream: {each.op} in {each.module or 'the model'} draws other numbers on each shard"
+                )
+
+
+def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: float) -> Schedule:
+    """What the device does with ``budget`` bytes beside what is resident."""
     sizes = {Memory(n, s): size for n, program in enumerate(programs) for s, size in enumerate(program.sizes)}
     given = {
         Memory(n, piece.view.storage)
@@ -91,9 +136,7 @@ def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budge
         for piece in [*program.inputs.values(), *program.seeds.values()]
     }
     given |= {Memory(n, view.storage) for n, program in enumerate(programs) for view in program.model.values()}
-    resident = resident_bytes(call) + sum(value.nbytes for program in programs for value in program.constants.values())
-    schedule = plan([each.steps for each in steps], [each.forward for each in steps], sizes, budget - resident, given)
-    return Prepared(tuple(shards), programs, steps, schedule, returned, resident)
+    return plan([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
 
 
 def key_of(call: Call) -> object:

@@ -56,6 +56,11 @@ class Run:
         self._executor = Executor(prepared.programs, steps, prepared.schedule, held, device, inputs, self._result)
 
     @property
+    def peak(self) -> int:
+        """The most bytes on the device so far, without what is resident."""
+        return self._executor.peak
+
+    @property
     def differentiable(self) -> list[bool]:
         return self._prepared.returned.differentiable
 

@@ -1,6 +1,6 @@
 """One device decodes an image, and trains on a volume, that it could not hold: no torchrun, no tiles, no seams.
 
-    python examples/one_device.py --memory 300MB --compare
+    python examples/one_gpu.py --memory 300MB --compare
 
 Shows: `torchhalo.stream` within a budget; the numbers are those of the plain model.
 """
