@@ -73,6 +73,9 @@ STEPS: dict[str, Function] = {
     "attention": lambda t: (t @ t.transpose(1, 2)).softmax(-1) @ t,
     "fused attention": lambda t: _attention(t, t),
     "few keys": lambda t: _attention(t, t.sin().mean(1, keepdim=True).expand(-1, 3, -1).contiguous()),
+    "group norm": lambda t: F.group_norm(t.transpose(1, 2), 2, like(t, weight(4))).transpose(1, 2),
+    "table": lambda t: t + like(t, weight(9, 4))[torch.arange(t.shape[1], device=DEVICE) % 9] * t.detach(),
+    "batch norm": lambda t: F.batch_norm(t.transpose(1, 2), None, None, like(t, weight(4)), training=True).transpose(1, 2),
     "masked attention": lambda t: _attention(t, t, like(t, weight(1, 1, t.shape[1], t.shape[1]))),
     "written piece": lambda t: _written_piece(t.clone()),
 }
@@ -161,7 +164,9 @@ NEED_OTHERS = {"masked attention", "flip", "cumsum", "halved", "tokens softmax",
 LOCAL = [
     name
     for name in STEPS
-    if name not in NEED_OTHERS | {"first", "largest", "attention", "fused attention", "few keys", "mean", "sum"}
+    if name
+    not in NEED_OTHERS
+    | {"first", "largest", "attention", "fused attention", "few keys", "mean", "sum", "group norm", "batch norm"}
 ]
 
 

@@ -33,11 +33,15 @@ class Named(NamedTuple):
         dims: One dim, or several.
         sizes: All sizes of a tensor with as many dims.
         inserts: The dim is one that the tensors do not have, and these sizes do.
+        tensors: Those that are tokens, by name, where others are not of their shape.
+        kept: So many dims, the first, are what they are by their number, as that of the channels.
     """
 
     dims: str | None = None
     sizes: str | None = None
     inserts: bool = False
+    tensors: tuple[str, ...] = ()
+    kept: int = 0
 
 
 _ALONG: dict[handlers.Op, Named] = {
@@ -70,6 +74,14 @@ _ALONG: dict[handlers.Op, Named] = {
     aten.var_mean.correction: Named("dim"),
     aten.expand.default: Named(None, "size"),
 }
+
+for _name, _tensors in (
+    ("native_group_norm", ("input",)),
+    ("native_group_norm_backward", ("grad_out", "input")),
+    ("native_batch_norm", ("input",)),
+    ("native_batch_norm_backward", ("grad_out", "input")),
+):
+    _ALONG[getattr(aten, _name).default] = Named(tensors=_tensors, kept=2)
 
 #: Handlers that know grids themselves.
 _KNOWING: set[handlers.Op] = {
@@ -121,7 +133,7 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
     """Give ``handler`` of ``op`` tokens in a form that it knows."""
     if op in _KNOWING or handler is handlers.decompose or (handler is handlers.stock and is_blind(op)):
         return handler
-    apart = op in _ALONG or op in _BROADCASTING or is_blind(op) or op in FILLS or op in LIKES
+    apart = op in _ALONG or op in _BROADCASTING or op is aten.index_put.default or is_blind(op) or op in FILLS or op in LIKES
 
     @wraps(handler)
     def adapted(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -186,8 +198,12 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     widest = max(grids, key=DTensor.numel)
     dims = unfolded(tuple(map(int, widest.shape)), tuple(widest.placements)).dims
     shape = tuple(map(int, unfold(widest).shape))
+    if op is aten.index_put.default:
+        return _unfolded_rows(args, kwargs, grids)
     changed: dict[str, Any] = {}
     if about is not None:
+        if any(len(group) > 1 for group in dims[: about.kept]):
+            return None
         groups = _inserted(dims, named[about.dims]) if about.inserts and about.dims else dims
         grids_apart = [shape[group.start : group.stop] for group in dims if len(group) > 1]
         for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, apart=grids_apart))):
@@ -202,6 +218,8 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     for name, value in named.items():
         parts = value if isinstance(value, (list, tuple)) else [value]
         if not any(isinstance(part, torch.Tensor) for part in parts):
+            continue
+        if about is not None and about.tensors and name not in about.tensors:
             continue
         apart: list[Any] = []
         for part in parts:
@@ -220,6 +238,23 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
         else:
             new_kwargs[name] = value
     return _Call(tuple(new_args), new_kwargs, given)
+
+
+def _unfolded_rows(args: tuple[Any, ...], kwargs: dict[str, Any], grids: Sequence[DTensor]) -> _Call | None:
+    """Of ``table[indices] = values``, by one list of indices, the values and indices with the dims of the grid apart."""
+    table, indices, values, *rest = args
+    if len(indices) != 1 or not isinstance(indices[0], torch.Tensor) or is_grid(table) or not is_grid(values):
+        return None
+    index, lead = indices[0], indices[0].ndim
+    if is_grid(index) or tuple(values.shape[:lead]) != tuple(index.shape) or index.dtype == torch.bool:
+        return None
+    groups = unfolded(tuple(map(int, values.shape)), tuple(values.placements)).dims
+    if any(len(group) > 1 for group in groups[lead:]):
+        return None
+    apart = unfold(values)
+    shape = tuple(apart.shape[: groups[lead - 1].stop])
+    index = aten.view.default(index, shape) if isinstance(index, DTensor) else index.reshape(shape)
+    return _Call((table, [index], apart, *rest), kwargs, {})
 
 
 def _inserted(groups: Sequence[range], dim: int) -> list[range]:
