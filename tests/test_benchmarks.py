@@ -139,3 +139,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert stopped.value.code == 0 and "usage: python -m benchmarks" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no op convolve"):
         main(["overhead", "--op", "convolve"])
+
+
+def test_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Swin on shards that divide into windows: the rolls' halos, there and back, and nothing else."""
+    (row,), _ = run(tmp_path, capsys, "tokens")
+    assert row["model"] == "torchvision swin_t" and row["moved"] == row["keys and values"] == 0 < row["halos"]
