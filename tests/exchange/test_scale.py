@@ -195,9 +195,11 @@ def test_the_work_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_caches_are_bounded() -> None:
     found = caches()
-    assert {"torchhalo.exchange.plan._plan", "torchhalo.exchange.plan._exchange", "torchhalo.geometry.spans.chunks"} <= set(
-        found
-    )
+    assert {
+        "torchhalo.exchange.plan._plan",
+        "torchhalo.exchange.plan._exchange",
+        "torchhalo.geometry.spans.cached_chunks",
+    } <= set(found)
     for name, cache in found.items():
         assert cache.cache_info().maxsize is not None, f"{name} would grow forever"
 

@@ -337,3 +337,18 @@ def test_compiled(pool, names: list[str]) -> None:
 
 def test_tokens_out_of_a_graph(pool) -> None:
     pool(3).run(check_tokens_out_of_a_graph)
+
+
+def check_collectives() -> None:
+    """Metrics gather tokens that they kept into tensors like them, which are a grid too."""
+    mesh = mesh_of((2,))
+    x = weight(2, 4, 5, 7)
+    tokens = distribute_tensor(x, mesh, [Shard(3)]).flatten(2)
+    found = [torch.zeros_like(tokens) for _ in range(2)]
+    torch.distributed.all_gather(found, tokens.contiguous())
+    for each in found:
+        torch.testing.assert_close(each.full_tensor(), x.flatten(2), rtol=0, atol=0)
+
+
+def test_collectives(pool) -> None:
+    pool(2).run(check_collectives)

@@ -23,7 +23,7 @@ from torchhalo.ops.randomness import FILLS, LIKES
 from torchhalo.torch_internals import fake_tensors, handlers, stale_views
 from torchhalo.torch_internals.grid_shard import GridShard, is_blind, is_grid
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops.c10d
 
 
 class Named(NamedTuple):
@@ -93,6 +93,10 @@ _KNOWING: set[handlers.Op] = {
     aten.squeeze.dims,
     *FUSED,
     *FUSED_BACKWARD,
+    c10d.allgather_.default,
+    c10d._allgather_base_.default,
+    c10d.allreduce_.default,
+    c10d.broadcast_.default,
     aten._native_multi_head_attention.default,
     aten._transformer_encoder_layer_fwd.default,
     aten.detach.default,
@@ -139,8 +143,7 @@ def adapt_tokens(op: handlers.Op, handler: handlers.Handler) -> handlers.Handler
     def adapted(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if not GridShard.met:
             return handler(op, args, kwargs)
-        parts = (part for arg in (*args, *kwargs.values()) for part in (arg if isinstance(arg, (list, tuple)) else (arg,)))
-        grids = list(filter(is_grid, parts))
+        grids = list(filter(is_grid, handlers.dtensors_in((*args, *kwargs.values()))))
         if not grids:
             return handler(op, args, kwargs)
         call = _unfolded(op, args, kwargs, grids) if apart else None

@@ -102,7 +102,7 @@ class _Ordinary(torch.autograd.Function):
 
 
 def without_grids(output: Any) -> Any:
-    """``output`` with all tensors in placements of torch's own."""
-    if not any(map(is_grid, tensors_in(output, objects=True))):
+    """``output`` with all tensors in placements of torch's own; not in a compiled graph, which cannot look at them."""
+    if torch.compiler.is_compiling() or not any(map(is_grid, tensors_in(output, objects=True))):
         return output
     return mapped(chunked, output, objects=True)

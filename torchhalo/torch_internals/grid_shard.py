@@ -186,7 +186,8 @@ def _blindly(stock: Callable[[OpSchema], OutputSharding], schema: OpSchema) -> O
     grids: dict[int, GridShard] = {}
     for spec in sorted(given, key=lambda spec: prod(spec.shape)):
         grids |= {axis: p for axis, p in enumerate(spec.placements) if isinstance(p, GridShard)}  # the largest's
-    if any(isinstance(spec.placements[axis], Shard) and not grid.part for spec in given for axis, grid in grids.items()):
+    mixed = any(isinstance(spec.placements[axis], Shard) for spec in given for axis in grids)
+    if mixed and not any(grid.part for grid in grids.values()):
         raise _NotBlind  # a rank has a run of elements, and next to none need move to make that a `Shard`
 
     def disguised(spec: DTensorSpec) -> DTensorSpec:

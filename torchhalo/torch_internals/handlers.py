@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,8 +137,16 @@ def mutated_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The DTensors among the arguments that ``op`` writes to."""
     positions, names = _writes(op)
     written = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
-    tensors = (t for arg in written for t in (arg if isinstance(arg, (list, tuple)) else (arg,)))
-    return [t for t in tensors if isinstance(t, DTensor)]
+    return list(dtensors_in(written))
+
+
+def dtensors_in(values: Sequence[Any]) -> Iterator[DTensor]:
+    """The DTensors in a list, and in lists in it, in order."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from dtensors_in(value)
 
 
 @lru_cache(maxsize=4096)
