@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import torchhalo
 from torchhalo.ops import slicing
-from torchhalo.torch_internals import caching, fake_tensors
+from torchhalo.torch_internals import caching, constants, dtensors, fake_tensors
 
 RANKS, STEPS, HUGE_EVERY = 3, 500, 50
 COUNTED = 149, 299, 499  # the steps after which a process counts what it holds
@@ -94,7 +94,13 @@ class HeapInfo(ctypes.Structure):
 
 def tables(mesh: DeviceMesh) -> dict[str, dict[Any, Any]]:
     """What torchhalo keeps besides `caches`, but for what there is one of per op, process group or mesh."""
-    return {"results": fake_tensors._results, "selected": slicing._cut_before, "prepared": mesh.__dict__["_torchhalo"]}
+    return {
+        "results": fake_tensors._results,
+        "selected": slicing._cut_before,
+        "prepared": mesh.__dict__["_torchhalo"],
+        "signatures": dtensors._signatures,
+        "constants": constants._kept,
+    }
 
 
 def memory() -> tuple[int, int]:

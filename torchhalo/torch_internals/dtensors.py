@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.torch_internals.caching import CACHE_SIZE, cached_on_mesh
+from torchhalo.torch_internals import caching
+from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.calls import Op
 from torchhalo.torch_internals.handlers import named
 from torchhalo.torch_internals.process_groups import coordinate
@@ -101,7 +102,7 @@ def signature(tensor: DTensor) -> Signature:
     known = _signatures.get((id(spec), device))
     if known is not None and known[0]() is spec and known[1] is spec.tensor_meta:
         return known[2]
-    if len(_signatures) >= CACHE_SIZE:
+    if len(_signatures) >= caching.CACHE_SIZE:
         _signatures.clear()
     found = _signature(spec, device)
     _signatures[id(spec), device] = ref(spec), spec.tensor_meta, found
