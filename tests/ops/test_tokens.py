@@ -339,6 +339,16 @@ def test_tokens_out_of_a_graph(pool) -> None:
     pool(3).run(check_tokens_out_of_a_graph)
 
 
+def test_no_tensor_is_made_or_saved_as_a_grid() -> None:
+    with simulated(2):
+        mesh = init_device_mesh("cpu", (2,))
+        tokens = shard(weight(2, 3, 5, 7), mesh, [Shard(3)]).flatten(2)
+        with pytest.raises(NotImplementedError, match=r"cannot be made or saved .*redistribute"):
+            torch.distributed.tensor.zeros(2, 3, 35, device_mesh=mesh, placements=tokens.placements)
+        with pytest.raises(RuntimeError, match="GridShard"):
+            DTensor.from_local(tokens.to_local(), mesh, tokens.placements, run_check=False)
+
+
 def check_collectives() -> None:
     """Metrics gather tokens that they kept into tensors like them, which are a grid too."""
     mesh = mesh_of((2,))

@@ -13,9 +13,11 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.planner_helpers as planner_helpers
 import torch.distributed.tensor._api as api
 import torch.distributed.tensor._dispatch as dispatch
 import torch.distributed.tensor._redistribute as redistribution
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -255,6 +257,25 @@ def know_grids(on: bool) -> None:
     _replace(propagator, "propagate_op_sharding", type(propagator.propagate_op_sharding)(propagate))
     for module in (api, dispatch, redistribution):
         _replace(module, "redistribute_local_tensor", _redistribute(module.redistribute_local_tensor))
+    for module in (api, planner_helpers):
+        name = "compute_local_shape_and_global_offset"
+        _replace(module, name, _refuse_grids(getattr(module, name)))
+
+
+def _refuse_grids(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Of new tensors and checkpoints, which would take a grid for the whole."""
+
+    def compute_local_shape_and_global_offset(
+        shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *args: Any, **kwargs: Any
+    ) -> Any:
+        if has_grid(placements):
+            raise NotImplementedError(
+                f"a tensor cannot be made or saved with the placements {tuple(placements)} of tokens: call "
+                "x.redistribute(placements=[Shard(dim)]) first, or name other placements"
+            )
+        return stock(shape, mesh, placements, *args, **kwargs)
+
+    return compute_local_shape_and_global_offset
 
 
 def _replace(owner: Any, name: str, value: object) -> None:
