@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
 from torchhalo.ops import attention_work
@@ -337,6 +337,29 @@ def test_compiled(pool, names: list[str]) -> None:
 
 def test_tokens_out_of_a_graph(pool) -> None:
     pool(3).run(check_tokens_out_of_a_graph)
+
+
+@pytest.mark.filterwarnings("ignore::torchhalo.exchange.gathers.GatherWarning")  # what is written to a whole tensor is gathered
+@pytest.mark.parametrize("mesh, dims", [((2,), (2,)), ((2,), (3,)), ((3,), (3,)), ((2, 2), (2, 3))])
+def test_writes_between_tokens_and_others(mesh: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    """Into tokens from a tensor that is cut along them, whole, or a sum; and the other way round."""
+    with simulated(math.prod(mesh)):
+        devices = init_device_mesh("cpu", mesh)
+        x, y = weight(2, 4, 5, 7), weight(2, 4, 35).flip(2)
+        for placements in ([Shard(2)], [Replicate()], [Partial()], [Shard(1)]):
+            others = [*placements, *[Replicate()] * (len(mesh) - 1)]
+            tokens = shard(x, devices, [Shard(dim) for dim in dims]).flatten(2)
+            other = shard(y, devices, others)
+            expected = whole(tokens) + whole(other)
+            into = tokens.clone()
+            assert into.add_(other) is into
+            torch.testing.assert_close(whole(into), expected, rtol=0, atol=1e-12)
+            if placements != [Partial()]:
+                into = other.clone()
+                assert into.add_(tokens) is into
+                torch.testing.assert_close(whole(into), expected, rtol=0, atol=1e-12)
+                into.copy_(tokens)
+                torch.testing.assert_close(whole(into), whole(tokens), rtol=0, atol=0)
 
 
 def test_no_tensor_is_made_or_saved_as_a_grid() -> None:

@@ -174,7 +174,7 @@ def propagate_grids(stock: Callable[[OpSchema], OutputSharding], schema: OpSchem
             pass
     plain = _mapped(schema, _without_grids)
     found = stock(plain)
-    if writes(schema.op):
+    if writes(schema.op) and has_grid(next(_specs(schema.args_schema)).placements):
         raise NotImplementedError(f"{schema.op} writes to a tensor whose tokens are a grid: {schema}")
     if found.redistribute_schema is None:
         found.redistribute_schema = plain
@@ -185,11 +185,12 @@ def propagate_grids(stock: Callable[[OpSchema], OutputSharding], schema: OpSchem
 def _blindly(stock: Callable[[OpSchema], OutputSharding], schema: OpSchema) -> OutputSharding:
     """What ``stock`` makes of ``schema`` with a `Shard` for each grid, and of the result the other way round."""
     given = list(_specs(schema.args_schema, schema.kwargs_schema))
+    leading = given[:1] if writes(schema.op) else sorted(given, key=lambda spec: prod(spec.shape))
     grids: dict[int, GridShard] = {}
-    for spec in sorted(given, key=lambda spec: prod(spec.shape)):
-        grids |= {axis: p for axis, p in enumerate(spec.placements) if isinstance(p, GridShard)}  # the largest's
+    for spec in leading:  # what is written to, or else the largest, keeps its grid
+        grids |= {axis: p for axis, p in enumerate(spec.placements) if isinstance(p, GridShard)}
     mixed = any(isinstance(spec.placements[axis], Shard) for spec in given for axis in grids)
-    if mixed and not any(grid.part for grid in grids.values()):
+    if not grids or (mixed and not writes(schema.op) and not any(grid.part for grid in grids.values())):
         raise _NotBlind  # a rank has a run of elements, and next to none need move to make that a `Shard`
 
     def disguised(spec: DTensorSpec) -> DTensorSpec:
