@@ -357,3 +357,19 @@ def test_a_softmax_of_masked_rows(placement: Replicate | Shard) -> None:
 
         with torchhalo.strict():
             assert_parity(softmax, [x], mesh, [[placement]])
+
+
+def test_sums_of_numbers_alone() -> None:
+    """`nansum`, and a norm of order one, which is a sum, beside others."""
+    with simulated(3):
+        mesh = init_device_mesh("cpu", (3,))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 5, 7, dtype=torch.float64)
+            x[0, 1, 2] = float("nan")
+        for dims in (None, (1,), (0, 2)):
+            assert_parity(lambda t, dims=dims: torch.nansum(t, dims), [x], mesh, [[Shard(1)]], atol=1e-12, needs_grad=[False])
+
+        def score(t: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.vector_norm(t, ord=1, dim=(0, 2)) + t.sum((0, 2))
+
+        assert_parity(score, [x.nan_to_num()], mesh, [[Shard(2)]], atol=1e-12)

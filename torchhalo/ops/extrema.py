@@ -7,7 +7,7 @@ from math import inf, prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from torchhalo.geometry import Box
 from torchhalo.ops.reduction import Reduction, added_up, reduce_locally
@@ -117,7 +117,12 @@ def linalg_vector_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str,
     """Handler of ``aten.linalg_vector_norm``, whose infinite norms stock DTensor cannot take of an empty shard."""
     input, order, dims, keepdim, _ = handlers.bind(op, args, kwargs)
     if abs(order) != inf:
-        return added_up(handlers.stock(op, args, kwargs), keepdim)
+        out = handlers.stock(op, args, kwargs)
+        assert isinstance(out, DTensor)
+        if order == 1:  # a sum, as which torch 2.11 does not know it
+            placements = [Partial() if p.is_partial() else p for p in out.placements]
+            out = dtensors.wrap(dtensors.local(out), out.device_mesh, placements, dtensors.meta(out))
+        return added_up(out, keepdim)
     results = fake_tensors.plain_result(op, *args, **kwargs)
     input = redistribution.reduce_partial(input)
     over = Reduction.of(input, dims)

@@ -22,6 +22,7 @@ from torchhalo.exchange import gathers
 from torchhalo.exchange.layout import Layout, is_cut, layout
 from torchhalo.exchange.relayout import relayout, with_placements
 from torchhalo.torch_internals import caching, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.tracing import is_traced
 
 aten = torch.ops.aten
 
@@ -131,7 +132,9 @@ def _on_shard(
 ) -> torch.Tensor:
     if not shard.numel():  # which not every library of transforms takes
         return shard.new_empty(target.owned(coordinate).shape, dtype=dtype)
-    return op(shard, *args)
+    out = op(shard, *args)
+    # torch 2.11 traces transforms with other strides than those of their kernels
+    return out.clone(memory_format=torch.contiguous_format) if is_traced(shard) else out
 
 
 def _ordered(shard: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -44,7 +44,7 @@ OPS = (
 )
 
 
-@handlers.register(*(getattr(aten, name).default for name in OPS), traffic="nothing")
+@handlers.register(*(getattr(aten, name).default for name in OPS), aten.ne.Tensor, traffic="nothing")
 def pointwise(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | tuple[DTensor, ...]:
     """Handler of ops whose tensors broadcast to the shape of the first result."""
     given = handlers.bind(op, args, kwargs)

@@ -163,6 +163,15 @@ def sum_along(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return added_up(handlers.stock(op, args, kwargs), handlers.bind(op, args, kwargs)[2])
 
 
+@handlers.register(aten.nansum.default, traffic="as sum")
+def nansum(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.nansum``, for which torch 2.11 has no rule."""
+    input, dims, keepdim, dtype = handlers.bind(op, args, kwargs)
+    numbers = aten.masked_fill.Scalar(input, aten.isnan(input), 0)
+    dims = list(range(input.ndim)) if dims is None else dims
+    return aten.sum.dim_IntList(numbers, dims, keepdim, dtype=dtype)
+
+
 @handlers.register(aten.div.Scalar, traffic="nothing, where a repeated tensor is divided by a number")
 def div(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of the division in the gradient of a mean, which would make one number as large as the whole input.

@@ -252,3 +252,16 @@ def expand(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     if coordinate is not None:
         shard = simulation.per_rank(lambda slab, *place: slab.expand(target.owned(place).shape), shard, *coordinate)
     return dtensors.wrap(shard, mesh, placements, result)
+
+
+@handlers.register(
+    aten.diagonal_backward.default, traffic="DTensor's own; on torch 2.11, which has no rule, the gradient to all ranks"
+)
+def diagonal_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.diagonal_backward``."""
+    try:
+        return handlers.stock(op, args, kwargs)
+    except NotImplementedError:
+        (result,) = fake_tensors.plain_result(op, *args, **kwargs)
+        grad = redistribution.redistribute(args[0], whole := [Replicate()] * args[0].device_mesh.ndim, op)
+        return dtensors.wrap(op(dtensors.local(grad), *args[1:], **kwargs), grad.device_mesh, whole, result)
