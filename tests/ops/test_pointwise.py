@@ -62,3 +62,11 @@ def test_in_place_with_fewer_rows_than_ranks(name: str) -> None:
             x = torch.randn(2, 8, 3, 6, dtype=torch.float64, device=DEVICE)
         result = assert_parity(lambda x: function(x * 2), [x], devices, [[Shard(2)]])
         assert result.placements == (Shard(2),)
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_glu(dim: int) -> None:
+    for placements in ([Shard(2)], [Shard(3)], [Replicate()]):
+        with simulated(3):
+            x = torch.randn(2, 6, 8, 10, dtype=torch.float64)
+            assert_parity(lambda t: torch.nn.functional.glu(t, dim), [x], init_device_mesh("cpu", (3,)), [placements])

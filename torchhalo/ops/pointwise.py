@@ -78,3 +78,23 @@ def pointwise_(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensor = args[0]
     op(dtensors.local(tensor), *args[1:], **kwargs)
     return tensor
+
+
+@handlers.register(aten.glu.default, traffic="what changes owner, where the halved dim is cut")
+def glu(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.glu``, for which torch 2.11 has no rule."""
+    input, dim = handlers.bind(op, args, kwargs)
+    fake_tensors.plain_result(op, input, dim)
+    values, gates = aten.split.Tensor(input, input.shape[dim] // 2, dim)
+    return aten.mul.Tensor(values, aten.sigmoid(gates))
+
+
+@handlers.register(aten.glu_backward.default, traffic="what changes owner, where the halved dim is cut")
+def glu_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.glu_backward``."""
+    grad, input, dim = handlers.bind(op, args, kwargs)
+    values, gates = aten.split.Tensor(input, input.shape[dim] // 2, dim)
+    open_gates = aten.sigmoid(gates)
+    of_values = aten.mul.Tensor(grad, open_gates)
+    of_gates = aten.sigmoid_backward(aten.mul.Tensor(grad, values), open_gates)
+    return aten.cat.default([of_values, of_gates], dim)
