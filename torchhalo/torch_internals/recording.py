@@ -127,6 +127,8 @@ class Recorder(TorchDispatchMode):
         except Exception:
             self.failed = str(func), self._module()
             raise
+        if func is _CPU_ATTENTION and out[1].dtype != args[0].dtype == torch.float64:  # torch 2.11 traces its sums in float32
+            out = out[0], torch.empty_like(out[1], dtype=args[0].dtype)
         draw = self._draw() if _draws(func, args, kwargs, out) else None
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
@@ -172,6 +174,7 @@ def _draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> b
     return bool(given.get("dropout_p", True))
 
 
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _NO_WORK = {torch.ops.aten.detach_.default}
 _COPIES = {torch.ops.aten.lift_fresh.default, torch.ops.torchhalo.after.default}
 
