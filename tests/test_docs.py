@@ -44,6 +44,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page lists the ops that torch 2.13 has")
 def test_the_page_of_ops_is_that_of_the_registry() -> None:
     ops = script("ops")
     assert ops.PAGE.read_text() == ops.page(), "run `python docs/ops.py`"

@@ -97,6 +97,7 @@ def _same(piece: DTensor, other: DTensor) -> bool:
 
 
 _writers, _views = handlers.aliasing_ops()
+_BANDS = {aten.tril_.default, aten.triu_.default}  # whose rule, on torch 2.15, refuses tensors that are cut
 _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 
@@ -143,7 +144,7 @@ def write_through(handler: handlers.Handler) -> handlers.Handler:
             return args[0] if op._schema.returns else None
         targets = handlers.mutated_arguments(op, args, kwargs)
         if op not in _overwriting and (
-            any(map(redistribution.is_partial, targets)) or (len(targets) == 1 and not handlers.has_rule(op))
+            any(map(redistribution.is_partial, targets)) or (len(targets) == 1 and (op in _BANDS or not handlers.has_rule(op)))
         ):
             variant = handlers.functional_variant(op)
             if variant is not None:

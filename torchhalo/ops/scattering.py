@@ -295,3 +295,19 @@ def put(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         aten.reshape.default(input, [-1]), [aten.reshape.default(given, [-1])], aten.reshape.default(source, [-1]), accumulate
     )
     return aten.reshape.default(flat, list(input.shape))
+
+
+@handlers.register(
+    aten.index_fill.int_Scalar, traffic="DTensor's own; on torch 2.11, which has no rule, nothing but the indices"
+)
+def index_fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Handler of ``aten.index_fill``."""
+    try:
+        return handlers.stock(op, args, kwargs)
+    except NotImplementedError:
+        input, dim, index, value = args
+        fake_tensors.plain_result(op, input, dim, index, value)
+        rows = dtensors.local(redistribution.whole(index)) if isinstance(index, DTensor) else index
+        mask = torch.zeros(input.shape[dim], dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+        mask = mask.view([-1 if each == dim % input.ndim else 1 for each in range(input.ndim)])
+        return aten.masked_fill.Scalar(input, dtensors.replicated(mask, input.device_mesh), value)
