@@ -133,6 +133,7 @@ MESHES = [
 one_token = pytest.mark.filterwarnings("ignore::torchhalo.exchange.gathers.GatherWarning")
 
 
+@pytest.mark.slow
 @one_token
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str) -> None:
