@@ -96,7 +96,7 @@ def _same(piece: DTensor, other: DTensor) -> bool:
     return (a.dim, a.start, a.step, a.size, a.selected) == (b.dim, b.start, b.step, b.size, b.selected)
 
 
-_writers, _views = handlers.aliasing_ops()
+WRITERS, VIEWS = handlers.aliasing_ops()
 _BANDS = {aten.tril_.default, aten.triu_.default}  # whose rule, on torch 2.15, refuses tensors that are cut
 _overwriting = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
@@ -107,7 +107,7 @@ def detach(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     return dtensors.detached(args[0])
 
 
-@handlers.wrap_handler(*_views)
+@handlers.wrap_handler(*VIEWS)
 def track_views(handler: handlers.Handler) -> handlers.Handler:
     """A view of a piece, or of a view of one, knows it.
 
@@ -131,7 +131,7 @@ def track_views(handler: handlers.Handler) -> handlers.Handler:
     return wrapper
 
 
-@handlers.wrap_handler(*_writers)
+@handlers.wrap_handler(*WRITERS)
 def write_through(handler: handlers.Handler) -> handlers.Handler:
     """What is written to a piece, or to a view of one, is written to its base too."""
     stock = getattr(handler, "__wrapped__", handler) is handlers.stock

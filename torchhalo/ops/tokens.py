@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchhalo.exchange.grids import unfold, unfolded
 from torchhalo.exchange.relayout import viewed, without_grids
 from torchhalo.ops.attention import FUSED, FUSED_BACKWARD
-from torchhalo.ops.inplace import Moved
+from torchhalo.ops.inplace import VIEWS, WRITERS, Moved
 from torchhalo.ops.randomness import FILLS, LIKES
 from torchhalo.torch_internals import fake_tensors, handlers, stale_views
 from torchhalo.torch_internals.grid_shard import GridShard, is_blind, is_grid
@@ -129,7 +129,7 @@ _BROADCASTING: set[handlers.Op] = {
 }
 
 _VIEWS = {aten.slice.Tensor, aten.select.int, aten.expand.default}
-_WRITERS, _ALIASES = (set(ops) for ops in handlers.aliasing_ops())
+_LINKED = {*WRITERS, *VIEWS}
 
 
 @handlers.adapt_arguments
@@ -163,7 +163,7 @@ class _Call(NamedTuple):
 
 def _moved(op: handlers.Op, handler: handlers.Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call ``handler`` with tokens that were moved, and move back what it writes to them."""
-    linked = op in _WRITERS or op in _ALIASES
+    linked = op in _LINKED
     known: dict[int, DTensor] = {}
     back: dict[int, DTensor] = {}
 
