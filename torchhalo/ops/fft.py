@@ -36,8 +36,8 @@ LIMITS = "gathers where no other dim has two elements"
 def c2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._fft_c2c``, from complex to complex: the dims in any order."""
     input, dims, norm, forward = handlers.bind(op, args, kwargs)
+    dims = sorted(dim % input.ndim for dim in dims)
     (result,) = fake_tensors.plain_result(op, input, dims, norm, forward)
-    dims = [dim % input.ndim for dim in dims]
     return _transformed(op, input, result, [dims], lambda dims: (op, dims, norm, forward))
 
 
@@ -45,8 +45,8 @@ def c2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
 def r2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._fft_r2c``: the last dim first, which makes complex numbers of real ones."""
     input, dims, norm, onesided = handlers.bind(op, args, kwargs)
-    (result,) = fake_tensors.plain_result(op, input, dims, norm, onesided)
-    *others, last = (dim % input.ndim for dim in dims)
+    *others, last = _last_apart(dims, input.ndim)
+    (result,) = fake_tensors.plain_result(op, input, [*others, last], norm, onesided)
 
     def call(dims: list[int]) -> tuple[Any, ...]:
         if last not in dims:
@@ -60,13 +60,19 @@ def r2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
 def c2r(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Handler of ``aten._fft_c2r``: the last dim last, which makes real numbers of complex ones."""
     input, dims, norm, size = handlers.bind(op, args, kwargs)
-    (result,) = fake_tensors.plain_result(op, input, dims, norm, size)
-    *others, last = (dim % input.ndim for dim in dims)
+    *others, last = _last_apart(dims, input.ndim)
+    (result,) = fake_tensors.plain_result(op, input, [*others, last], norm, size)
 
     def call(dims: list[int]) -> tuple[Any, ...]:
         return (op, dims, norm, size) if last in dims else (aten._fft_c2c.default, dims, norm, False)
 
     return _transformed(op, input, result, [others, [last]], call)
+
+
+def _last_apart(dims: Sequence[int], ndim: int) -> list[int]:
+    """The last dim last and the others sorted: fake tensors of torch 2.11 raise if they are not."""
+    *others, last = (dim % ndim for dim in dims)
+    return [*sorted(others), last]
 
 
 # DTensor would run the shards as they are.

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchhalo.torch_internals import caching
 from torchhalo.torch_internals.calls import Op
 from torchhalo.torch_internals.dtensors import Meta, Signature, meta
+from torchhalo.torch_internals.transforms import with_kernel_strides
 
 _results: dict[object, tuple[Meta | None, ...]] = {}
 
@@ -30,7 +31,7 @@ def plain_result(op: Op, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             mode = _fake_mode()
             fakes, named = [_fake(arg, mode) for arg in args], {name: _fake(arg, mode) for name, arg in kwargs.items()}
             with mode:
-                out = op(*fakes, **named)
+                out = with_kernel_strides(op, fakes, op(*fakes, **named))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if len(_results) >= caching.CACHE_SIZE:
             _results.clear()
