@@ -13,22 +13,20 @@ from torchhalo.torch_internals import collectives, dtensors, process_groups, sim
 from torchhalo.torch_internals.tracing import depend_on
 
 
-def gather_dim(
-    tensors: Sequence[DTensor], dim: int, axes: Sequence[int], cause: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
+def gather_dim(tensors: Sequence[DTensor], dim: int, cause: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """The shards of ``tensors``, which are all cut alike along ``dim``, made whole along it by one collective.
 
-    The elements of a grid come in the order of their owners.
+    If nothing cuts ``dim``, nothing travels. The elements of a grid come in the order of their owners.
 
     Args:
-        axes: Those that cut ``dim``. If there are none, nothing travels.
         cause: What a compiler must do before; nothing in particular, if not given.
     """
     shards = tuple(map(dtensors.local, tensors))
+    mesh = tensors[0].device_mesh
+    owned = owner_layout(tensors[0].shape, mesh, tensors[0].placements)
+    axes, parts = owned.cuts[dim], owned.parts(dim)
     if not axes:
         return shards
-    mesh = tensors[0].device_mesh
-    parts = owner_layout(tensors[0].shape, mesh, tensors[0].placements).parts(dim)
 
     def pack(shards: Sequence[torch.Tensor], cause: torch.Tensor | None) -> torch.Tensor:
         flat = torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
@@ -46,16 +44,14 @@ def gather_dim(
     return simulation.per_rank(unpack, rows, *shards)
 
 
-def scatter_dim(
-    values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: int, axes: Sequence[int]
-) -> tuple[torch.Tensor, ...]:
-    """The adjoint of `gathered`: each rank gets its part of the sum over ranks of ``values``, by one collective."""
-    if not axes:
-        return tuple(values)
+def scatter_dim(values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: int) -> tuple[torch.Tensor, ...]:
+    """The adjoint of `gather_dim`: each rank gets its part of the sum over ranks of ``values``, by one collective."""
     mesh, coordinate = like[0].device_mesh, process_groups.coordinate(like[0].device_mesh)
     assert coordinate is not None
     whole = owner_layout(like[0].shape, mesh, like[0].placements)
-    parts = whole.parts(dim)
+    axes, parts = whole.cuts[dim], whole.parts(dim)
+    if not axes:
+        return tuple(values)
 
     def pack(*values: torch.Tensor) -> torch.Tensor:
         return torch.stack(

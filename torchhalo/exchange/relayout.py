@@ -323,7 +323,7 @@ def with_grids(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
             kept = [Replicate() if axis in axes else p for axis, p in enumerate(kept)]
             shard = dtensors.local(apart)
             if process_groups.coordinate(mesh) is not None:
-                (shard,) = gather_dim((apart,), dim, axes)
+                (shard,) = gather_dim((apart,), dim)
             apart = dtensors.wrap(shard, mesh, kept, dtensors.meta(apart))
     moved = relayout(apart, dtensors.meta(tensor), [Replicate() if q.is_partial() and p != q else q for p, q in pairs])
     return redistribution.redistribute(moved, placements)

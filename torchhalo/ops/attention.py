@@ -99,7 +99,7 @@ def _number(seed: torch.Tensor | None, meta: dtensors.Meta, like: torch.Tensor) 
 
 def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's output and logsumexp (batch, heads, queries), with all keys at once."""
-    key, value = gather_dim((this.key, this.value), TOKENS, this.axes)
+    key, value = gather_dim((this.key, this.value), TOKENS)
     mask = None if this.mask is None else dtensors.local(this.mask)
 
     def on_rank(
@@ -164,7 +164,7 @@ def _gathered_backward(
 ) -> list[torch.Tensor]:
     """This rank's gradients of query, key, value and, where wanted, mask, with all keys at once."""
     # Else a compiler would keep the keys of the forward pass: it gathers the same.
-    key, value = gather_dim((this.key, this.value), TOKENS, this.axes, saved[0])
+    key, value = gather_dim((this.key, this.value), TOKENS, saved[0])
     mask = None if this.mask is None else dtensors.local(this.mask)
     every = int(this.key.shape[TOKENS])
 
@@ -195,7 +195,7 @@ def _gathered_backward(
     assert coordinate is not None
     found = simulation.per_rank(on_rank, dtensors.local(this.query), key, value, mask, saved, extra, *coordinate)
     query, key, value, *of_mask = found
-    key, value = scatter_dim((key, value), (this.key, this.value), TOKENS, this.axes)
+    key, value = scatter_dim((key, value), (this.key, this.value), TOKENS)
     return [query, key, value, *of_mask]
 
 

@@ -33,7 +33,7 @@ class Attention:
 
     Attributes:
         roles: What each axis cuts: batch, heads or queries, or nothing.
-        axes: Those over which keys and values travel.
+        ring: The way of keys and values, over the axes that cut them.
     """
 
     def __init__(self, op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -56,7 +56,6 @@ class Attention:
         self.roles = _roles(query, key, value)
         self.query = with_placements(query, self.roles)
         placements = _of_keys(self.roles, key, value)
-        self.axes = [axis for axis, placement in enumerate(placements) if cuts(placement, TOKENS)]
         self.key, self.value = with_placements(key, placements), with_placements(value, placements)
         self.mask = self._cut_mask(mask)
         self.owned = owner_layout(query.shape, self.mesh, self.roles)
@@ -89,7 +88,7 @@ class Attention:
     @property
     def in_ring(self) -> bool:
         """Whether keys and values travel in a ring; every rank decides that from global shapes alone."""
-        if not self.axes or not prod(self.owned.shape):
+        if not self.ring.axes or not prod(self.owned.shape):
             return False
         if self.masked is None and self.causal and self._dropout == 0 and not self._same_tokens:
             return False  # the kernel takes no mask, and knows by itself what is visible only if no key is left out

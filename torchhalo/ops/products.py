@@ -55,7 +55,7 @@ def _made_whole(tensor: DTensor, dim: int, axes: Sequence[int]) -> DTensor:
     if has_grid(tensor.placements):
         return with_grids(tensor, placements)
     takes_part = process_groups.coordinate(tensor.device_mesh) is not None
-    shard = gather_dim((tensor,), dim, axes)[0] if takes_part else dtensors.local(tensor)
+    shard = gather_dim((tensor,), dim)[0] if takes_part else dtensors.local(tensor)
     meta = dtensors.meta(tensor)
     return dtensors.wrap(shard, tensor.device_mesh, placements, meta)
 
