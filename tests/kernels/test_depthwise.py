@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreted import interpreted  # noqa: F401
 from memory import any_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -24,22 +24,10 @@ from torchhalo.exchange import parts
 from torchhalo.geometry import Span, Window
 from torchhalo.kernels import depthwise
 from torchhalo.kernels.depthwise import Edge, Halo, add_pairs, write_strips
-from torchhalo.torch_internals import tracing
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    try:
-        int(numpy.ones(1))
-    except (DeprecationWarning, TypeError) as error:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
 original = depthwise.usable
+pytestmark = pytest.mark.usefixtures("interpreted")
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(depthwise, "usable", tracing.is_plain)
 
 
 @settings(max_examples=20, **SETTINGS)
