@@ -278,7 +278,7 @@ def test_real_processes(pool, way: str) -> None:
 
 
 def test_seeds_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a graph records they are the device's, which the graph draws anew at each replay, and nothing is awaited or sent."""
+    """While one records they are the device's, which the graph draws anew at each replay, and nothing is awaited or sent."""
     with simulated(2), wire() as sent:
         mesh = init_device_mesh("cpu", (2,))
         randomness._draws.pop(mesh, None)
