@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy
 import pytest
 from harness import DEVICE
 
-from torchhalo.kernels import depthwise
 from torchhalo.torch_internals import tracing
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -17,7 +18,8 @@ if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 
         pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpret(monkeypatch: pytest.MonkeyPatch, *kernels: ModuleType) -> None:
+    """Take the files' kernels for usable on any plain tensor, if there is no GPU."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(depthwise, "usable", tracing.is_plain)
+        for each in kernels:
+            monkeypatch.setattr(each, "usable", lambda tensor, *others: tracing.is_plain(tensor))

@@ -13,21 +13,25 @@ import torch.nn.functional as F
 from harness import DEVICE, shard, simulated, whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted import interpreted  # noqa: F401
+from interpreted import interpret
 from memory import any_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from torchhalo.geometry import Box, Span
-from torchhalo.kernels import depthwise, draws, random_numbers
+from torchhalo.kernels import draws, random_numbers
 
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, draws)
 
 
 def by_torch() -> Any:
     """Inside, no kernel is usable."""
-    return mock.patch.object(depthwise, "usable", lambda tensor: False)
+    return mock.patch.object(draws, "usable", lambda tensor: False)
 
 
 @st.composite
@@ -125,7 +129,7 @@ def test_one_launch(memory_format: torch.memory_format) -> None:
     ]
     for way in ways:
         results = []
-        for usable in (by_torch(), mock.patch.object(depthwise, "usable", depthwise.usable)):
+        for usable in (by_torch(), mock.patch.object(draws, "usable", draws.usable)):
             with simulated(3), usable, mock.patch.object(draws, "_launch", wraps=draws._launch) as launch:
                 x = torch.ones(2, 3, 4, 8, device=DEVICE).contiguous(memory_format=memory_format)
                 x = shard(x, init_device_mesh(DEVICE, (3,)), [Shard(2)])

@@ -175,7 +175,7 @@ def test_large_tensors_are_drawn_in_slices(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_the_check_is_sent() -> None:
     """Two numbers at the first draw on a mesh, and nothing for the next."""
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         torchhalo.ops.randomness._draws.pop(mesh, None)
         x = shard(torch.ones(2, 3, 4, 7), mesh, [Shard(3)])
         with wire() as sent:
@@ -198,14 +198,14 @@ def test_wrong_parameters_raise_as_in_plain_torch(draw: Callable[[torch.Tensor],
     with pytest.raises(RuntimeError) as expected:
         draw(torch.ones(4, 6))
     with simulated(2), pytest.raises(RuntimeError) as found:
-        draw(shard(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)]))
+        draw(shard(torch.ones(4, 6), init_device_mesh(DEVICE, (2,)), [Shard(1)]))
     assert str(found.value) == str(expected.value)
 
 
 def test_edges() -> None:
     """Probabilities of 0 and 1, tensors with no dims and with no elements, dropout that is not in training."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = shard(torch.ones(4, 6), mesh, [Shard(1)])
         assert whole(F.dropout(x, 1.0)).sum() == 0 and whole(F.dropout(x, 0.0)).sum() == 24
         assert whole(torch.native_dropout(x, 1.0, True)[0]).sum() == 0
@@ -219,7 +219,7 @@ def test_edges() -> None:
 def test_inference_mode_draws_the_same(name: str) -> None:
     """There composite ops reach DTensor whole."""
     with simulated(2):
-        x = shard(torch.ones(2, 3, 7), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.ones(2, 3, 7), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         draw = (DRAWS | SPATIAL)[name]
         torch.manual_seed(0)
         expected = whole(draw(x))
@@ -231,7 +231,7 @@ def test_inference_mode_draws_the_same(name: str) -> None:
 
 def test_torch_random_leaves_it_to_stock() -> None:
     with simulated(2):
-        x = shard(torch.ones(4, 64), init_device_mesh("cpu", (2,)), [Shard(1)])
+        x = shard(torch.ones(4, 64), init_device_mesh(DEVICE, (2,)), [Shard(1)])
         torch.manual_seed(0)
         with torchhalo.torch_random(), pytest.warns(UserWarning, match="DTensor random operators"):
             mask = whole(F.dropout(x, 0.5))
@@ -250,7 +250,7 @@ def network(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def gradients(way: str, members: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Of the network on real processes; None on a rank outside the mesh."""
-    mesh = mesh_of((members,)) if members == torch.distributed.get_world_size() else DeviceMesh("cpu", list(range(members)))
+    mesh = mesh_of((members,)) if members == torch.distributed.get_world_size() else DeviceMesh(DEVICE, list(range(members)))
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(2, 3, 4, 11, dtype=torch.float64, generator=generator) for _ in range(2))
     x, w = (distribute_tensor(t, mesh, [Shard(3)]).requires_grad_() for t in (x, w))
@@ -304,7 +304,7 @@ def test_no_cuda_no_graph() -> None:
 
 
 def seeded_differently() -> str:
-    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    mesh = DeviceMesh(DEVICE, list(range(torch.distributed.get_world_size())))
     torchhalo.ops.randomness._draws.pop(mesh, None)
     torch.manual_seed(torch.distributed.get_rank())
     try:

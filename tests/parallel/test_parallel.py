@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(DEVICE, shape)
 
 
 def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhalo.geometry import Box, Span
-from torchhalo.kernels import depthwise, random_numbers
+from torchhalo.kernels import random_numbers, triton
 from torchhalo.torch_internals import tracing
 from torchhalo.torch_internals.constants import constant
 
@@ -111,9 +111,14 @@ def _slices(box: Box, most: int) -> Iterator[Box]:
         yield from _slices(Box((*box.spans[:dim], some, *box.spans[dim + 1 :])), most)
 
 
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether the kernels here can run on a tensor."""
+    return tensor.is_cuda and tracing.is_plain(tensor) and triton.compiles()
+
+
 def _writable(out: torch.Tensor) -> bool:
     """Whether a kernel can write to ``out``; of elements that share memory, torch's ops complain."""
-    return out.dtype in DTYPES and depthwise.usable(out) and 0 not in out.stride() and not out.is_neg()
+    return out.dtype in DTYPES and usable(out) and 0 not in out.stride() and not out.is_neg()
 
 
 def _launch(kernel: str, tensors: Sequence[torch.Tensor], part: Part, *parameters: Any, **options: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.memory import laid_out
 from torchhalo.exchange.source import Source, run, stacked_view
-from torchhalo.kernels import depthwise, local_convolution
+from torchhalo.kernels import edges, local_convolution
 from torchhalo.ops.convolution_program import program_of
 from torchhalo.ops.convolution_work import Part
 from torchhalo.torch_internals import dtensors, handlers, redistribution, streams
@@ -55,8 +55,8 @@ def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
         side = streams.SideStream(source.shard)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
-        if edge is not None and depthwise.usable(out):
-            depthwise.write_strips(out, source.shard, halo_of(source, edge), weight, bias, edge)
+        if edge is not None and edges.usable(out, weight):
+            edges.write_strips(out, source.shard, halo_of(source, edge), weight, bias, edge)
             return out
         with side:
             values = [local_convolution.forward(stacked(source, group), weight, bias, group[0].call) for group in strips]
@@ -87,10 +87,10 @@ def write_parts(out: torch.Tensor, group: Sequence[Part], values: torch.Tensor) 
         out[part.cut].copy_(value)
 
 
-def halo_of(source: Source, edge: depthwise.Edge) -> depthwise.Halo:
+def halo_of(source: Source, edge: edges.Edge) -> edges.Halo:
     source.used = True
     pieces = {box.spans[0].start: piece for box, piece in zip(source.plan.receives, source.pieces(), strict=True)}
-    return depthwise.Halo(*(pieces.get(span.start, source.shard) for span in (edge.before, edge.after)))
+    return edges.Halo(*(pieces.get(span.start, source.shard) for span in (edge.before, edge.after)))
 
 
 handlers.register_composites(
