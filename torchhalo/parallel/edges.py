@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhalo.exchange.debug import agree
 from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import canonical, memory_format
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
 from torchhalo.parallel.structures import mapped, ordinary, tensors_in, without_grids
-from torchhalo.torch_internals import collectives, process_groups, switch
+from torchhalo.torch_internals import collectives, dtensors, process_groups, switch
 
 Inputs = Literal["whole", "shard"]
 Outputs = Literal["sharded", "whole"]
@@ -238,8 +239,13 @@ def _slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor
 
 
 def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """``tensor`` with the values of the first rank of the mesh."""
-    return tensor if isinstance(tensor, DTensor) else distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    """``tensor`` with the values of the first rank of the mesh, and in memory as it was."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    found = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    shard, format = dtensors.local(found), memory_format(tensor.shape, tensor.stride())
+    # torch makes every shard contiguous: a channels-last model would turn each of its weights around at each step.
+    return dtensors.wrap(canonical(shard, format), mesh, found.placements, dtensors.meta(found))
 
 
 def _kept(model: nn.Module) -> dict[int, list[int]]:
