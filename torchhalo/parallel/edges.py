@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhalo.exchange.debug import agree
 from torchhalo.exchange.layout import layout
-from torchhalo.exchange.memory import canonical, memory_format
+from torchhalo.exchange.memory import memory_format, strides
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
@@ -243,9 +243,13 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
     found = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
-    shard, format = dtensors.local(found), memory_format(tensor.shape, tensor.stride())
+    shard, stride = dtensors.local(found), tensor.stride()
+    usual = strides(tensor.shape, memory_format(tensor.shape, stride))
+    if shard.stride() == stride or any(a != b for n, a, b in zip(tensor.shape, stride, usual, strict=True) if n > 1):
+        return found
     # torch makes every shard contiguous: a channels-last model would turn each of its weights around at each step.
-    return dtensors.wrap(canonical(shard, format), mesh, found.placements, dtensors.meta(found))
+    shard = shard.new_empty_strided(tensor.shape, stride).copy_(shard)
+    return dtensors.wrap(shard, mesh, found.placements, dtensors.meta(found))
 
 
 def _kept(model: nn.Module) -> dict[int, list[int]]:
