@@ -113,7 +113,7 @@ class _Piece(NamedTuple):
         return dtensors.local(grad).permute(self.order).reshape(-1)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient in ``flat``, with the strides of its parameter: the foreach ops of optimizers want all to have the same."""
+        """The gradient in ``flat``, with the strides of its parameter, as the foreach ops of optimizers want them."""
         shape, strides, step = self.parameter.shape, self.parameter.stride(), 1
         for dim in reversed(self.order):
             if shape[dim] != 1 and strides[dim] != step:
