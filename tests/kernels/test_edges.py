@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreted import interpret
 from memory import any_memory
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -24,22 +23,13 @@ from torchhalo.exchange import parts
 from torchhalo.geometry import Span, Window
 from torchhalo.kernels import edges
 from torchhalo.kernels.edges import Edge, Halo, add_pairs, write_strips
-from torchhalo.torch_internals import tracing
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    try:
-        int(numpy.ones(1))
-    except (DeprecationWarning, TypeError) as error:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
-original = edges.usable
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(edges, "usable", lambda tensor, weight: tracing.is_plain(tensor))
+    interpret(monkeypatch, edges)
 
 
 @settings(max_examples=20, **SETTINGS)
@@ -103,23 +93,6 @@ def test_random_edges(data: st.DataObject) -> None:
         found = anyhow(torch.ones_like(w))
         add_pairs(found, along(x.detach(), edge.own), halo, edge)
         torch.testing.assert_close(found - 1, expected, rtol=0, atol=1e-10)
-
-
-def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not original(torch.ones(1), torch.ones(1))
-    with FakeTensorMode():
-        assert not original(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
-    compiles = edges._compiles.__wrapped__
-    with monkeypatch.context() as patch:
-        patch.setattr(edges, "find_spec", lambda name: None)
-        assert not compiles()
-
-    def uncompiled(*args: object) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(edges, "write_strips", uncompiled)
-    with pytest.warns(UserWarning, match="Triton cannot compile here"):
-        assert not compiles()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

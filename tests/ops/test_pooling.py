@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import torchhalo
+from benchmarks.launches import count_launches
+from benchmarks.still import still_line
 from torchhalo.geometry import Span
 from torchhalo.ops.adaptive_pooling import Bins
 
@@ -277,6 +279,22 @@ def test_windows_within_shards_send_nothing() -> None:
                 y = adaptive(x, (4, 6))
                 y.backward(torch.ones_like(y))
     assert sent == []
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_launches_of_the_gradient_of_a_maximum(memory_format: torch.memory_format) -> None:
+    """Torch's own kernel: where no window crosses the edge it is told where the shard begins, in one pass over the indices."""
+    x = torch.randn(1, 2, 8, 12).contiguous(memory_format=memory_format)
+    with still_line("cpu", 4) as mesh, torchhalo.enable():
+        sharded = DTensor.from_local(x, mesh, [Shard(2)], run_check=False).requires_grad_()
+        y = F.max_pool2d(sharded, 2)
+        grad = torch.ones_like(y)
+        found: list[torch.Tensor] = []
+        assert count_launches(lambda: found.extend(torch.autograd.grad(y, sharded, grad))) == 2
+    plain = x.clone().requires_grad_()
+    y = F.max_pool2d(plain, 2)
+    (expected,) = torch.autograd.grad(y, plain, torch.ones_like(y))
+    assert torch.equal(found[0].to_local(), expected) and expected.is_contiguous(memory_format=memory_format)
 
 
 # Dtypes, modes, meshes, errors.

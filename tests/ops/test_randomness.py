@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from harness import DEVICE, Sent, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchhalo
+from torchhalo.kernels import draws
+from torchhalo.ops import randomness
+from torchhalo.torch_internals import streams
+from torchhalo.torch_internals.simulation import fake_world
 
 
 def stochastic_depth(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +168,7 @@ def test_every_bit_is_even() -> None:
 
 def test_large_tensors_are_drawn_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_draw = values(torch.rand_like, (3, 50, 41))
-    monkeypatch.setattr(torchhalo.ops.randomness, "SLICE", dict.fromkeys(torchhalo.ops.randomness.SLICE, 100))
+    monkeypatch.setattr(draws, "SLICE", dict.fromkeys(draws.SLICE, 100))
     assert torch.equal(values(torch.rand_like, (3, 50, 41)), whole_draw)
 
 
@@ -270,6 +275,32 @@ def test_real_processes(pool, way: str) -> None:
     for found in pool(2).run(gradients, way, 2):
         for got, want in zip(found, (expected, gradient), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_seeds_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one records they are the device's, which the graph draws anew at each replay, and nothing is awaited or sent."""
+    with simulated(2), wire() as sent:
+        mesh = init_device_mesh("cpu", (2,))
+        randomness._draws.pop(mesh, None)
+        op, device = torch.ops.aten.bernoulli_.float, torch.device("meta")
+        monkeypatch.setattr(streams, "capturing", lambda device: True)
+        state = torch.get_rng_state()
+        assert randomness.seed_of(op, mesh, device, None).device == device
+        assert mesh not in randomness._draws and torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(RuntimeError, match="bernoulli_: a CUDA graph would repeat the draw of a generator of the CPU"):
+            randomness.seed_of(op, mesh, device, torch.Generator())
+        F.dropout(shard(torch.ones(4, 6), mesh, [Shard(1)]), 0.5)
+    assert sent == []
+
+
+def test_no_cuda_no_graph() -> None:
+    """Fake tensors may be on CUDA where torch has none, and raises when asked whether a graph records."""
+    assert not streams.capturing(torch.device("cuda"))
+    with fake_world(2, 0), torchhalo.enable():
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode():
+            x = DTensor.from_local(torch.ones(4, 3, device="cuda"), mesh, [Shard(1)], run_check=False)
+            assert F.dropout(x, 0.5).shape == (4, 6)
 
 
 def seeded_differently() -> str:

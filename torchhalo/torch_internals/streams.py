@@ -1,4 +1,4 @@
-"""Work on a side stream of a GPU."""
+"""Streams of a GPU: work on a side stream, and whether a CUDA graph records the current one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import threading
 import torch
 
 from torchhalo.torch_internals.tracing import is_plain
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is recording what is queued on ``device`` now."""
+    # A torch without CUDA raises where it is asked; fake tensors may be on its devices all the same.
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class SideStream:
