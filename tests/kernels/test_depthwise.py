@@ -15,7 +15,6 @@ from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import any_memory
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -32,7 +31,6 @@ if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 
         int(numpy.ones(1))
     except (DeprecationWarning, TypeError) as error:
         pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
-original = depthwise.usable
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
@@ -101,23 +99,6 @@ def test_random_edges(data: st.DataObject) -> None:
         found = anyhow(torch.ones_like(w))
         add_pairs(found, along(x.detach(), edge.own), halo, edge)
         torch.testing.assert_close(found - 1, expected, rtol=0, atol=1e-10)
-
-
-def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not original(torch.ones(1))
-    with FakeTensorMode():
-        assert not original(torch.ones(1, device="cuda"))
-    compiles = depthwise._compiles.__wrapped__
-    with monkeypatch.context() as patch:
-        patch.setattr(depthwise, "find_spec", lambda name: None)
-        assert not compiles()
-
-    def uncompiled(*args: object) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(depthwise, "write_strips", uncompiled)
-    with pytest.warns(UserWarning, match="Triton cannot compile here"):
-        assert not compiles()
 
 
 def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,15 @@ others, the last of which is walked in blocks, together with the channels.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from torchhalo.geometry import Span, Window
+from torchhalo.kernels import triton
 from torchhalo.torch_internals import tracing
 
 #: What a program works on at once: so many elements that lie one behind another in memory, and so many such rows. Measured on
@@ -60,24 +59,8 @@ class Halo(NamedTuple):
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Whether the kernels here can run on a tensor: Triton wants memory of a GPU, and a C compiler beside it."""
-    return tensor.is_cuda and tracing.is_plain(tensor) and _compiles()
-
-
-@lru_cache(maxsize=1)
-def _compiles() -> bool:
-    if find_spec("triton") is None:
-        return False
-    edge = Edge(2, (Window(1),), False, Span(0, 1), Span(0, 0), Span(1, 1), Span(0, 1), (Span(0, 1),))
-    try:
-        one = torch.ones((1, 1, 1), device="cuda")
-        write_strips(one.clone(), one, Halo(one, one), one, None, edge)
-    except Exception as error:
-        warnings.warn(
-            f"Triton cannot compile here: sharded depthwise convolutions will take more memory ({error})", stacklevel=2
-        )
-        return False
-    return True
+    """Whether the kernels here can run on a tensor."""
+    return tensor.is_cuda and tracing.is_plain(tensor) and triton.compiles()
 
 
 def write_strips(
