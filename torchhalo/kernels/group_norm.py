@@ -131,6 +131,7 @@ def normalize(
     bias: torch.Tensor | None,
     eps: float,
     groups: Groups,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One rank's output, and of each sample and group the mean and one over the standard deviation.
 
@@ -138,13 +139,14 @@ def normalize(
         parts: What all ranks made by `statistics`: ``[ranks, 2, N, groups]``.
         shares: What part of all elements each rank has: a number, or one for each group.
         weight, bias: Of the rank's channels.
+        dtype: Of the output; that of the input, if there is none.
 
     Example:
         Of one rank::
 
             out, mean, rstd = normalize(shard, statistics(shard, groups).unsqueeze(0), (1.0,), weight, bias, 1e-5, groups)
     """
-    out = torch.empty_like(input)
+    out = torch.empty_like(input, dtype=dtype)
     ranks, _, *cells = parts.shape
     few = input.new_empty((3, *cells), dtype=_wide(input))
     kernels, known = _kernels(), constant(shares, parts)
@@ -187,7 +189,7 @@ def products(
     the second is multiplied by ``rstd``: ``[2, C]``, the gradients of bias and weight.
 
     Args:
-        grad: Of the output; in memory as the input.
+        grad: Of the output, whose dtype it may have; in memory as the input.
         mean, rstd: Of each sample and group.
 
     Example:
@@ -232,7 +234,7 @@ def products(
             weight is not None,
             wide,
             min(MERGED, _power(walk.splits * groups.size)),
-            min(MERGED // across, _power(walk.splits * samples)),
+            min(max(1, MERGED // across), _power(walk.splits * samples)),
             across,
         )
     return sums

@@ -61,13 +61,13 @@ class _Program:
 
 
 class _Forward(_Program):
-    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, *rest: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, dtype: torch.dtype, *rest: Any) -> None:
         super().__init__(mesh, input, rest[-1])
-        first, *others = fake_tensors.plain_result(aten.native_group_norm.default, input, *rest, 0.5)
-        # Fake tensors have other strides along dims of size 1.
-        self.results = [first._replace(stride=strides(first.shape, memory_format(*first[:2]))), *others]
+        _, *others = fake_tensors.plain_result(aten.native_group_norm.default, input, *rest, 0.5)
+        self.shares = shares(self.counts)
+        self.results = [self.like_input._replace(dtype=dtype), *others]
         places = input.placements, self.rows, self.rows
-        dtypes = first.dtype, self.wide, self.wide
+        dtypes = dtype, self.wide, self.wide
         self.wraps = [
             dtensors.Result(mesh, place, result._replace(dtype=dtype))
             for place, result, dtype in zip(places, self.results, dtypes, strict=True)
@@ -81,11 +81,15 @@ def _volume(box: Box) -> int:
 
 @handlers.register(aten.native_group_norm.default, traffic="two numbers per sample and group from every rank")
 def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """Handler of ``aten.native_group_norm``; channels may be sharded in any way, also across groups."""
+    """Handler of ``aten.native_group_norm``; channels may be sharded in any way, also across groups.
+
+    A ``dtype``, of which the op knows nothing, is that of the output.
+    """
     input, weight, bias = dtensors.as_dtensors("group_norm", input=args[0], weight=args[1], bias=args[2])
     input = redistribution.reduce_partial(input)
-    signatures = [None if tensor is None else dtensors.signature(tensor) for tensor in (input, weight, bias)]
-    program = caching.cached_on_mesh(input.device_mesh, _Forward, *signatures, *map(int, args[3:7]))
+    signature, *parameters = (None if tensor is None else dtensors.signature(tensor) for tensor in (input, weight, bias))
+    dtype = kwargs.get("dtype", input.dtype)
+    program = caching.cached_on_mesh(input.device_mesh, _Forward, signature, dtype, *parameters, *map(int, args[3:7]))
     over, dtype, result, eps = program.over, program.wide, program.results[0], args[7]
     if done := dtensors.non_member_result(input, program.results, [input.placements, program.rows, program.rows]):
         return done
@@ -113,8 +117,8 @@ def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ) -> tuple[torch.Tensor, ...]:
         if center is None:
             groups = program.groups(coordinate)
-            out, *found = kernels.normalize(rest, parts, shares(program.counts), weight, bias, eps, groups)
-            return laid_out(out, result), *found
+            out, *found = kernels.normalize(rest, parts, program.shares, weight, bias, eps, groups, result.dtype)
+            return out, *found
         mean, variance = merged(parts, program.counts)
         few = torch.stack([mean, (variance + eps).rsqrt()])
         means, scale = program.groups(coordinate).spread(few).unbind()
@@ -127,8 +131,8 @@ def group_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     where = process_groups.coordinate(over.mesh)
     rest, parts, *center = simulation.per_rank(summary, dtensors.local(input), where)
-    parameters = local_as(weight, program.channels), local_as(bias, program.channels)
-    shards = simulation.per_rank(finish, over.gather(parts), rest, *parameters, where, *center)
+    factors = local_as(weight, program.channels), local_as(bias, program.channels)
+    shards = simulation.per_rank(finish, over.gather(parts), rest, *factors, where, *center)
     return tuple(known.wrap(shard) for known, shard in zip(program.wraps, shards, strict=True))
 
 
