@@ -32,14 +32,14 @@ def _group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    copied = input.ndim in (4, 5) and memory_format(input.shape, input.stride()) != torch.contiguous_format
+    device, dtype = input.device.type, input.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.promote_types(dtype, torch.float32)
+    copied = dtype != input.dtype or memory_format(input.shape, input.stride()) != torch.contiguous_format
     if not copied or not _direct(input, num_groups, weight, bias):
         return F.group_norm(input, num_groups, weight, bias, eps)
-    device, dtype = input.device.type, input.dtype
-    if not torch.is_autocast_enabled(device):
-        return _applied(F.group_norm, input, weight, bias, num_groups, eps, dtype)
     with torch.autocast(device, enabled=False):
-        return _applied(F.group_norm, input, weight, bias, num_groups, eps, torch.promote_types(dtype, torch.float32))
+        return _applied(F.group_norm, input, weight, bias, num_groups, eps, dtype)
 
 
 @overrides.replace(F.instance_norm)
