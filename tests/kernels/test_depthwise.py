@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import triton_interpreter
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,12 +25,7 @@ from torchhalo.kernels import depthwise
 from torchhalo.kernels.depthwise import Edge, Halo, add_pairs, write_strips
 from torchhalo.torch_internals import tracing
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    try:
-        int(numpy.ones(1))
-    except (DeprecationWarning, TypeError) as error:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
+triton_interpreter.require()
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 

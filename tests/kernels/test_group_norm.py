@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import triton_interpreter
 from harness import DEVICE, assert_parity, shard, simulated, whole
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -27,12 +27,7 @@ from torchhalo.kernels import group_norm
 from torchhalo.kernels.group_norm import Groups
 from torchhalo.ops.statistics import shares
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    try:
-        int(numpy.ones(1))
-    except (DeprecationWarning, TypeError) as error:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
+triton_interpreter.require()
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 SETTINGS["phases"] = [Phase.explicit, Phase.generate]  # shrinking would take minutes
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

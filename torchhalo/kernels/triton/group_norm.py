@@ -11,21 +11,29 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(channels, length, chunk, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Of a program: its sample, its channels, where its chunk begins and ends, where in memory, and its tile's offsets."""
+def _walk(channels, length, chunk, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of a program: sample and channels, where its chunk begins and ends, and where in memory the sample and a tile are."""
     blocks = tl.cdiv(channels, BLOCK_C)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     e, f = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
-    start = tl.program_id(1) * chunk
     first = block * BLOCK_C
-    sample = n.to(tl.int64) * channels * length
+    start = tl.program_id(1) * chunk
+    begin = n.to(tl.int64) * channels * length
     if LAST:
-        begin = sample + first
+        begin += first
         tile = e[:, None] * channels + f[None, :]
     else:
-        begin = sample + first.to(tl.int64) * length
+        begin += first.to(tl.int64) * length
         tile = f[None, :] * length + e[:, None]
-    return n, first + f, start, tl.minimum(start + chunk, length), begin, tile
+    return n, first + f, first + f < channels, start, tl.minimum(start + chunk, length), begin, tile
+
+
+@triton.jit
+def _at(at, stop, owned, begin, channels, LAST: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Of one step of the walk: where in memory it is, and which cells of the tile there are."""
+    step = channels if LAST else 1
+    here = (at + tl.arange(0, BLOCK_S) < stop)[:, None] & owned[None, :]
+    return begin + tl.cast(at, tl.int64) * step, here
 
 
 @triton.jit
@@ -44,17 +52,14 @@ def statistics(
 ):
     """Of each chunk: the mean, less the channel's first element, and the sum of squared deviations; and that first element."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, start, stop, begin, tile = _tile(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    step = channels if LAST else 1
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
     e = tl.arange(0, BLOCK_S)
-    few = c < channels
     lines = tl.arange(0, BLOCK_C) * (1 if LAST else length)
-    origin = tl.load(x + begin + lines, mask=few, other=0.0).to(ACC)
+    origin = tl.load(x + begin + lines, mask=owned, other=0.0).to(ACC)
     mean = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     squares = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     for at in range(start, stop, BLOCK_S):
-        here = (at + e < stop)[:, None] & few[None, :]
-        place = begin + tl.cast(at, tl.int64) * step
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC) - origin[None, :]
         apart = tl.where(here, values - mean, 0.0)
         mean += apart * (1.0 / ((at - start) // BLOCK_S + 1).to(ACC))
@@ -67,9 +72,9 @@ def statistics(
     cells = samples * channels
     place = n * channels + c
     split = tl.program_id(1)
-    tl.store(partials + split * cells + place, center, mask=few)
-    tl.store(partials + (splits + split) * cells + place, squares, mask=few)
-    tl.store(partials + 2 * splits * cells + place, origin, mask=few & (split == 0))
+    tl.store(partials + split * cells + place, center, mask=owned)
+    tl.store(partials + (splits + split) * cells + place, squares, mask=owned)
+    tl.store(partials + 2 * splits * cells + place, origin, mask=owned & (split == 0))
 
 
 @triton.jit
@@ -153,10 +158,7 @@ def normalize(
     BLOCK_C: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, start, stop, begin, tile = _tile(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    step = channels if LAST else 1
-    e = tl.arange(0, BLOCK_S)
-    owned = c < channels
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
     cells = samples * groups
     cell = n * groups + (first + c) // size
     mean = tl.load(few + cell, mask=owned, other=0.0)
@@ -168,8 +170,7 @@ def normalize(
     if BIAS:
         shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
     for at in range(start, stop, BLOCK_S):
-        here = (at + e < stop)[:, None] & owned[None, :]
-        place = begin + tl.cast(at, tl.int64) * step
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         values = (values - mean[None, :]) * scale[None, :] + shift[None, :]
         tl.store(out + place + tile, values.to(out.dtype.element_ty), mask=here)
@@ -196,24 +197,20 @@ def products(
 ):
     """Of each chunk the sums of the gradient, and of its product with the deviations."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, start, stop, begin, tile = _tile(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    step = channels if LAST else 1
-    e = tl.arange(0, BLOCK_S)
-    few = c < channels
-    center = tl.load(mean + n * groups + (first + c) // size, mask=few, other=0.0).to(ACC)
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    center = tl.load(mean + n * groups + (first + c) // size, mask=owned, other=0.0).to(ACC)
     sums = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     slopes = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     for at in range(start, stop, BLOCK_S):
-        here = (at + e < stop)[:, None] & few[None, :]
-        place = begin + tl.cast(at, tl.int64) * step
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
         sums += grads
         slopes += grads * (values - center[None, :])
     cells = samples * channels
     place = tl.program_id(1) * cells + n * channels + c
-    tl.store(partials + place, tl.sum(sums, 0), mask=few)
-    tl.store(partials + splits * cells + place, tl.sum(slopes, 0), mask=few)
+    tl.store(partials + place, tl.sum(sums, 0), mask=owned)
+    tl.store(partials + splits * cells + place, tl.sum(slopes, 0), mask=owned)
 
 
 @triton.jit
@@ -266,13 +263,13 @@ def merge_products(
     else:
         every = (tl.program_id(0) - rows) * BLOCK_C + tl.arange(0, BLOCK_C)
         c = every - first
-        few = (c >= 0) & (c < channels)
+        owned = (c >= 0) & (c < channels)
         g = every // size
         one = tl.zeros((BLOCK_I, BLOCK_C), ACC)
         two = tl.zeros((BLOCK_I, BLOCK_C), ACC)
         for at in range(0, samples * splits, BLOCK_I):
             i = at + tl.arange(0, BLOCK_I)
-            here = (i < samples * splits)[:, None] & few[None, :]
+            here = (i < samples * splits)[:, None] & owned[None, :]
             n = i % samples
             place = i[:, None] * channels + c[None, :]
             spread = tl.load(rstd + n[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
@@ -307,10 +304,7 @@ def input_gradient(
     BLOCK_C: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, start, stop, begin, tile = _tile(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    step = channels if LAST else 1
-    e = tl.arange(0, BLOCK_S)
-    owned = c < channels
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
     cell = n * groups + (first + c) // size
     center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
     scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
@@ -320,8 +314,7 @@ def input_gradient(
     if WEIGHT:
         scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
     for at in range(start, stop, BLOCK_S):
-        here = (at + e < stop)[:, None] & owned[None, :]
-        place = begin + tl.cast(at, tl.int64) * step
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
         values = grads * scale[None, :] + ((values - center[None, :]) * slope[None, :] + shift[None, :])
