@@ -19,7 +19,7 @@ class SideStream:
     """Work that needs nothing of what is queued on the device meanwhile: it may run beside it.
 
     What is inside starts after all that was queued when this object was made, and what comes after it waits for both. Only on a
-    CUDA device does it make a difference; elsewhere, and where there is no tensor to tell the device, the work runs in its turn.
+    CUDA device does it make a difference; elsewhere, and without a tensor, the work runs in its turn.
 
     Example:
         >>> side = SideStream(torch.ones(3))
