@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy
 import pytest
 from harness import DEVICE
+from torch.distributed._local_tensor import LocalTensor
 
 from torchhalo.torch_internals import tracing
 
@@ -19,7 +20,7 @@ if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, *kernels: ModuleType) -> None:
-    """Take the files' kernels for usable on any plain tensor, if there is no GPU."""
+    """Take the files' kernels for usable on any plain tensor, also of simulated ranks, if there is no GPU."""
     if DEVICE == "cpu":
         for each in kernels:
-            monkeypatch.setattr(each, "usable", lambda tensor, *others: tracing.is_plain(tensor))
+            monkeypatch.setattr(each, "usable", lambda x, *others: isinstance(x, LocalTensor) or tracing.is_plain(x))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchhalo.kernels import draws, edges, triton
+from torchhalo.kernels import draws, edges, group_norm, triton
 
-USABLE = [draws.usable, lambda tensor: edges.usable(tensor, tensor)]
+USABLE = [draws.usable, group_norm.usable, lambda tensor: edges.usable(tensor, tensor)]
 
 
 def test_on_plain_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,6 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
     lines, dtype = batch * width, torch.float64 if wide else torch.float32
     channels: tuple[int, ...]
     options: tuple[Any, ...]
-    blocks: tuple[int, ...]
     if _one_filter(grad_weight, sources, targets):
         block_e, block_c = _block(length, targets, own, PAIRS)
         items = lines * _count(length, block_e)

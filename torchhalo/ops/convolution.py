@@ -53,9 +53,10 @@ def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
-        side = streams.SideStream(source.shard)
+        edge = edge if edge is not None and edges.usable(source.shard, weight) else None
+        side = streams.SideStream(source.shard if edge is None else None)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
-        if edge is not None and edges.usable(out, weight):
+        if edge is not None:
             edges.write_strips(out, source.shard, halo_of(source, edge), weight, bias, edge)
             return out
         with side:

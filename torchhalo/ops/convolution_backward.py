@@ -74,9 +74,10 @@ def _local_gradients(
         elif bulk is None:
             found = gradients(whole, source.over(whole.recipe))
         else:
-            side = streams.SideStream(shard)
+            edge = edge if edge is not None and edges.usable(shard, weight) else None
+            side = streams.SideStream(shard if edge is None else None)
             found = gradients(bulk, source.held(bulk.recipe))
-            if edge is not None and edges.usable(shard, weight):
+            if edge is not None:
                 halo = halo_of(source, edge)
                 if mask[0]:
                     edges.write_strips(found[0], shard, halo, weight, None, edge)
