@@ -243,15 +243,16 @@ def _without_others(
         if dim in task.dims:
             outputs, held = task.outputs.spans[dim], task.held(dim)
             inside = window.inside(outputs, held, sizes[place])
-            for edge in (
-                Span(outputs.start, min(inside.start, outputs.stop)),
-                Span(max(inside.stop, outputs.start), outputs.stop),
-            ):
-                cut = (slice(None),) * dim + (edge.within(outputs.start),)
-                along = indices[cut] // prod(sizes[place + 1 :]) % sizes[place]
-                others = (along < held.start) | (along >= held.stop)
-                grad[cut].masked_fill_(others, 0)
-                at[cut].masked_fill_(others, 0)
+            edges = Span(outputs.start, min(inside.start, outputs.stop)), Span(max(inside.stop, outputs.start), outputs.stop)
+            for edge, first, bound in zip(edges, (True, False), held[:2], strict=True):
+                if edge.size:
+                    cut = (slice(None),) * dim + (edge.within(outputs.start),)
+                    along, step = indices[cut], prod(sizes[place + 1 :])
+                    if place:
+                        along, step = along // step % sizes[place], 1
+                    others = along < bound * step if first else along >= bound * step
+                    grad[cut].masked_fill_(others, 0)
+                    at[cut].masked_fill_(others, 0)
     return grad, at
 
 
