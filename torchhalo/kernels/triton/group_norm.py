@@ -214,6 +214,81 @@ def products(
 
 
 @triton.jit
+def _products_of_group(
+    row,
+    partials,
+    weight,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    WEIGHT: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n, g = row // groups, row % groups
+    low = tl.maximum(g * size - first, 0)
+    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
+    cells = samples * channels
+    items = width * splits
+    grads = tl.zeros((BLOCK,), ACC)
+    slopes = tl.zeros((BLOCK,), ACC)
+    for at in range(0, items, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < items
+        c = low + i % width
+        place = i // width * cells + n * channels + c
+        one = tl.load(partials + place, mask=here, other=0.0)
+        two = tl.load(partials + splits * cells + place, mask=here, other=0.0)
+        if WEIGHT:
+            factor = tl.load(weight + c, mask=here, other=0.0).to(ACC)
+            one *= factor
+            two *= factor
+        grads += one
+        slopes += two
+    tl.store(sums + row, tl.sum(grads, 0))
+    tl.store(sums + samples * groups + row, tl.sum(slopes, 0))
+
+
+@triton.jit
+def _products_of_channels(
+    block,
+    partials,
+    rstd,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    ACC: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    every = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c, g = every - first, every // size
+    owned = (c >= 0) & (c < channels)
+    items = samples * splits
+    grads = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    slopes = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    for at in range(0, items, BLOCK_I):
+        i = at + tl.arange(0, BLOCK_I)
+        here = (i < items)[:, None] & owned[None, :]
+        place = i[:, None] * channels + c[None, :]
+        spread = tl.load(rstd + (i % samples)[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
+        grads += tl.load(partials + place, mask=here, other=0.0)
+        slopes += tl.load(partials + items * channels + place, mask=here, other=0.0) * spread
+    whole = groups * size
+    sums += 2 * samples * groups
+    tl.store(sums + every, tl.sum(grads, 0), mask=every < whole)
+    tl.store(sums + whole + every, tl.sum(slopes, 0), mask=every < whole)
+
+
+@triton.jit
 def merge_products(
     partials,
     rstd,
@@ -236,48 +311,14 @@ def merge_products(
     A program has a sample and a group, or a block of channels.
     """
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    cells = samples * channels
     rows = samples * groups
-    if tl.program_id(0) < rows:
-        n, g = tl.program_id(0) // groups, tl.program_id(0) % groups
-        low = tl.maximum(g * size - first, 0)
-        width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
-        items = width * splits
-        grads = tl.zeros((BLOCK,), ACC)
-        slopes = tl.zeros((BLOCK,), ACC)
-        for at in range(0, items, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            here = i < items
-            c = low + i % width
-            place = i // width * cells + n * channels + c
-            one = tl.load(partials + place, mask=here, other=0.0)
-            two = tl.load(partials + splits * cells + place, mask=here, other=0.0)
-            if WEIGHT:
-                factor = tl.load(weight + c, mask=here, other=0.0).to(ACC)
-                one *= factor
-                two *= factor
-            grads += one
-            slopes += two
-        tl.store(sums + tl.program_id(0), tl.sum(grads, 0))
-        tl.store(sums + rows + tl.program_id(0), tl.sum(slopes, 0))
+    id = tl.program_id(0)
+    if id < rows:
+        _products_of_group(id, partials, weight, sums, samples, channels, splits, first, size, groups, WEIGHT, ACC, BLOCK)
     else:
-        every = (tl.program_id(0) - rows) * BLOCK_C + tl.arange(0, BLOCK_C)
-        c = every - first
-        owned = (c >= 0) & (c < channels)
-        g = every // size
-        one = tl.zeros((BLOCK_I, BLOCK_C), ACC)
-        two = tl.zeros((BLOCK_I, BLOCK_C), ACC)
-        for at in range(0, samples * splits, BLOCK_I):
-            i = at + tl.arange(0, BLOCK_I)
-            here = (i < samples * splits)[:, None] & owned[None, :]
-            n = i % samples
-            place = i[:, None] * channels + c[None, :]
-            spread = tl.load(rstd + n[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
-            one += tl.load(partials + place, mask=here, other=0.0)
-            two += tl.load(partials + splits * cells + place, mask=here, other=0.0) * spread
-        whole = groups * size
-        tl.store(sums + 2 * rows + every, tl.sum(one, 0), mask=every < whole)
-        tl.store(sums + 2 * rows + whole + every, tl.sum(two, 0), mask=every < whole)
+        _products_of_channels(
+            id - rows, partials, rstd, sums, samples, channels, splits, first, size, groups, ACC, BLOCK_I, BLOCK_C
+        )
 
 
 @triton.jit
