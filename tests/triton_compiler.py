@@ -31,7 +31,7 @@ def compile_all() -> None:
         kernel = getattr(group_norm, name)
         large = {"LAST", "BLOCK_S"} <= set(kernel.arg_names)
         for last, wide, ones in ((True, False, ()), (False, True, ()), (True, False, NUMBERS)):
-            known = {**constants, **({"LAST": last, "BLOCK_S": 16, "BLOCK_C": 32} if large else {}), "WIDE": wide}
+            known = {**constants, **({"LAST": last, "BLOCK_S": 16, "BLOCK_C": 32, "STAGES": 2} if large else {}), "WIDE": wide}
             known |= dict.fromkeys(ones, 1)
             known = {each: value for each, value in known.items() if each in kernel.arg_names}
             narrow, sums = ("*fp64", "*fp64") if wide else ("*bf16", "*fp32")

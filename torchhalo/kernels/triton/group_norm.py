@@ -49,6 +49,7 @@ def statistics(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Of each chunk: the mean, less the channel's first element, and the sum of squared deviations; and that first element."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -58,7 +59,7 @@ def statistics(
     origin = tl.load(x + begin + lines, mask=owned, other=0.0).to(ACC)
     mean = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     squares = tl.zeros((BLOCK_S, BLOCK_C), ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC) - origin[None, :]
         apart = tl.where(here, values - mean, 0.0)
@@ -156,6 +157,7 @@ def normalize(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
@@ -169,7 +171,7 @@ def normalize(
     shift = -rest * scale
     if BIAS:
         shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         values = (values - mean[None, :]) * scale[None, :] + shift[None, :]
@@ -194,6 +196,7 @@ def products(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Of each chunk the sums of the gradient, and of its product with the deviations."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -201,7 +204,7 @@ def products(
     center = tl.load(mean + n * groups + (first + c) // size, mask=owned, other=0.0).to(ACC)
     sums = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     slopes = tl.zeros((BLOCK_S, BLOCK_C), ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
@@ -343,6 +346,7 @@ def input_gradient(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
@@ -354,7 +358,7 @@ def input_gradient(
     slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
     if WEIGHT:
         scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
