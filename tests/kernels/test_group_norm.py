@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import triton_interpreter
 from harness import DEVICE, assert_parity, shard, simulated, whole
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from interpreted import interpret
 from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,7 +27,6 @@ from torchhalo.kernels import group_norm
 from torchhalo.kernels.group_norm import Groups
 from torchhalo.ops.statistics import shares
 
-triton_interpreter.require()
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 SETTINGS["phases"] = [Phase.explicit, Phase.generate]  # shrinking would take minutes
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -38,7 +37,7 @@ CALLS: list[str] = []
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels serve any tensor, in blocks so small that there are several; `CALLS` tells which were called."""
-    monkeypatch.setattr(group_norm, "usable", lambda tensor: True)
+    interpret(monkeypatch, group_norm)
     monkeypatch.setattr(group_norm, "TILE", 16)
     monkeypatch.setattr(group_norm, "PROGRAMS", 6)
     monkeypatch.setattr(group_norm, "MERGED", 8)

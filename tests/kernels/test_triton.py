@@ -12,9 +12,9 @@ import torch
 import triton_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchhalo.kernels import depthwise, group_norm, triton
+from torchhalo.kernels import draws, edges, group_norm, triton
 
-USABLE = [depthwise.usable, group_norm.usable]
+USABLE = [draws.usable, group_norm.usable, lambda tensor: edges.usable(tensor, tensor)]
 
 
 def test_on_plain_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

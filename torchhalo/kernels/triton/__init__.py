@@ -22,8 +22,7 @@ def compiles() -> bool:
         import_module("torchhalo.kernels.triton.probe").probe[1,](torch.empty(1, device="cuda"))
     except Exception as error:
         warnings.warn(
-            "Triton cannot compile here: sharded depthwise convolutions and group norms will take more time and memory "
-            f"({error})",
+            f"Triton cannot compile here: convolutions, norms and random draws will take more time and memory ({error})",
             stacklevel=2,
         )
         return False
