@@ -164,8 +164,8 @@ def _walk(box: Box, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
             dims[-1] = dims[-1][0] * size, *along
         elif size > 1:
             dims.append((size, *along))
-    sizes, steps, *strides = zip(*(dims or [(1, *[0] * (1 + len(strides)))]), strict=True)
-    return start, sizes, steps, tuple(strides)
+    sizes, along_whole, *along_each = zip(*(dims or [(1, *[0] * (1 + len(strides)))]), strict=True)
+    return start, sizes, along_whole, tuple(along_each)
 
 
 def _bits(number: float) -> int:

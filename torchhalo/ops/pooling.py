@@ -144,38 +144,46 @@ def max_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     sizes, format = [input.shape[dim] for dim in windows], memory_format(result.shape, result.stride)
 
     def kernel(grad: torch.Tensor, task: Task, indices: torch.Tensor) -> torch.Tensor:
-        held = [task.held(dim) for dim in windows]
         if not grad.numel():
-            return nothing(grad, held)
-        spans = spanned(windows, task)
-        at = into_region(indices, sizes, list(spans.values()))
+            return nothing(grad, [task.held(dim) for dim in windows])
+        at = into_region(indices, sizes, list(_spanned(windows, task).values()))
         if task.padding:
             grad, at = _without_others(grad, indices, at, windows, sizes, task)
-        out = gradient_of_region(op, grad, spans, format, *pool.within(task, grad.ndim), at)
-        return out[(..., *(own.within(span.start) for own, span in zip(held, spans.values(), strict=True)))]
+        return _gradient_of_region(op, grad, windows, task, format, *pool.within(task, grad.ndim), at)
 
     return adjoint(kernel, as_pooled(grad, input), windows, result, as_pooled(indices, input), pads=pool.pads(input.ndim))
 
 
-def spanned(windows: Mapping[int, Window], task: Task) -> dict[int, Span]:
+def _spanned(windows: Mapping[int, Window], task: Task) -> dict[int, Span]:
     """What a kernel of a gradient gives along each dim: all that is reached where it is not to leave out the padding itself."""
     cut = () if task.padding else task.dims
     return {dim: window.reach(task.outputs.spans[dim]) if dim in cut else task.held(dim) for dim, window in windows.items()}
 
 
-def gradient_of_region(
-    op: handlers.Op, grad: torch.Tensor, spans: Mapping[int, Span], format: torch.memory_format, *arguments: Any
+def _gradient_of_region(
+    op: handlers.Op,
+    grad: torch.Tensor,
+    windows: Mapping[int, Window],
+    task: Task,
+    format: torch.memory_format,
+    *arguments: Any,
 ) -> torch.Tensor:
-    """What ``op``, the gradient of a pool, gives for a region."""
+    """What ``op``, the gradient of a pool, gives for the region of a task."""
     # By its strides, also along a batch of one, a CPU's kernel chooses its way.
-    grad, *arguments = (canonical(each, format) if isinstance(each, torch.Tensor) else each for each in (grad, *arguments))
+    grad, *rest = (canonical(each, format) if isinstance(each, torch.Tensor) else each for each in (grad, *arguments))
+    spans = _spanned(windows, task)
     sizes = [span.size for span in spans.values()]
     if tracing.is_traced(grad):
-        return op(grad, unread(grad, sizes, format), *arguments)
-    # The kernels ask their input for its shape and memory alone, so that the result may stand for it.
-    shape = torch.Size((*grad.shape[: -len(sizes)], *sizes))
-    out = grad.new_empty_strided(shape, strides(shape, format))
-    return op.overloadpacket.grad_input(grad, out, *arguments, grad_input=out)
+        out = op(grad, unread(grad, sizes, format), *rest)
+    else:
+        # The kernels ask their input for its shape and memory alone, so that the result may stand for it.
+        shape = torch.Size((*grad.shape[: -len(sizes)], *sizes))
+        out = grad.new_empty_strided(shape, strides(shape, format))
+        op.overloadpacket.grad_input(grad, out, *rest, grad_input=out)
+    cuts = [slice(None)] * grad.ndim
+    for dim, span in spans.items():
+        cuts[dim] = task.held(dim).within(span.start)
+    return out[tuple(cuts)]
 
 
 def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format) -> torch.Tensor:
@@ -341,16 +349,14 @@ def avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     format = memory_format(result.shape, result.stride)
 
     def kernel(grad: torch.Tensor, task: Task) -> torch.Tensor:
-        held = {dim: task.held(dim) for dim in windows}
         if not grad.numel():
-            return nothing(grad, list(held.values()))
+            return nothing(grad, [task.held(dim) for dim in windows])
         share = grad
         if divisor is None:
             counts = average.counts(windows, input.shape, task, grad.device)
             share = divided(grad.to(summed(grad.dtype)), counts)
-        spans = spanned(windows, task)
-        out = gradient_of_region(op, share, spans, format, *average.sums(task, grad.ndim, divisor))
-        return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
+        out = _gradient_of_region(op, share, windows, task, format, *average.sums(task, grad.ndim, divisor))
+        return out.to(grad.dtype)
 
     return adjoint(kernel, as_pooled(grad, input), windows, result, pads=average.pool.pads(input.ndim))
 

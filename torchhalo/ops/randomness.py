@@ -6,8 +6,10 @@ layout and any device, replicated tensors get the same ones everywhere, and what
 generator, such as `torch.utils.checkpoint`, works as for plain torch. The numbers are not those of plain torch, which depend
 on the size of a shard.
 
+While a CUDA graph records, the seed is drawn on the device instead, from the generator of CUDA, which each replay moves on.
+
 The ranks must be seeded alike and must draw alike. That they did is checked at the first draw on a mesh and at each
-`CHECK_EVERY`-th after it; under torch.compile it is not.
+`CHECK_EVERY`-th after it; under torch.compile and in CUDA graphs it is not.
 """
 
 from __future__ import annotations
