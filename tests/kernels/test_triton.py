@@ -43,7 +43,7 @@ def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_the_kernels_of_group_norm_compile() -> None:
+def test_the_kernels_compile() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, triton_compiler.__file__], env=environment, capture_output=True, text=True)
