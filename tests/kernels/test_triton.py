@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchhalo.kernels import draws, edges, group_norm, triton
@@ -37,3 +40,11 @@ def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
     with pytest.warns(UserWarning, match="Triton cannot compile here.*Failed to find C compiler"):
         assert not compiles()
+
+
+@pytest.mark.slow
+def test_the_kernels_compile() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, triton_compiler.__file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -25,6 +25,8 @@ aten = torch.ops.aten
 #: How many elements a program has at once; for how many programs a shard is cut in chunks; and how many channels that are
 #: innermost in memory are taken together.
 TILE, PROGRAMS, CHANNELS = 4096, 1056, 128
+#: So many tiles are on their way from memory, or at work.
+STAGES = 3
 #: How many numbers a program takes at once when it merges those of chunks, and those of ranks.
 MERGED, CELLS = 1024, 128
 
@@ -106,10 +108,19 @@ def statistics(input: torch.Tensor, groups: Groups) -> torch.Tensor:
     walk = _walk(input)
     samples, channels, _ = walk.sizes
     partials = input.new_empty((2 * walk.splits + 1) * samples * channels, dtype=_wide(input))
-    kernels, blocks = _kernels(), walk.blocks
+    kernels = _kernels()
     with torch.cuda.device_of(input):
         kernels.statistics[walk.grid](
-            input, partials, *walk.sizes, walk.chunk, walk.splits, walk.last, _is_wide(input), *blocks, num_warps=_warps(blocks)
+            input,
+            partials,
+            *walk.sizes,
+            walk.chunk,
+            walk.splits,
+            walk.last,
+            _is_wide(input),
+            *walk.blocks,
+            STAGES,
+            num_warps=_warps(walk.blocks),
         )
         kernels.merge_chunks[samples * groups.groups,](
             partials,
@@ -170,6 +181,7 @@ def normalize(
                 bias is not None,
                 _is_wide(input),
                 *walk.blocks,
+                STAGES,
                 num_warps=_warps(walk.blocks),
             )
     return out, few[0], few[1]
@@ -220,6 +232,7 @@ def products(
             walk.last,
             wide,
             *walk.blocks,
+            STAGES,
             num_warps=_warps(walk.blocks),
         )
         kernels.merge_products[rows + -(-every // across),](
@@ -282,6 +295,7 @@ def input_gradient(
             weight is not None,
             _is_wide(input),
             *walk.blocks,
+            STAGES,
             num_warps=_warps(walk.blocks),
         )
     return out

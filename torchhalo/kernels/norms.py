@@ -123,9 +123,12 @@ def fused_batch_norm(
     means, rstds = parts.unbind(1)
     if not means.shape[1]:
         return torch.empty_like(input), means[0], rstds[0]
-    mean, rstd = torch.batch_norm_gather_stats_with_counts(
-        input, means, rstds, running_mean, running_var, momentum, eps, counts
-    )
+    running = running_mean, running_var
+    updated = [None if buffer is None else buffer.to(means.dtype) for buffer in running]  # the kernel takes no other dtype
+    mean, rstd = torch.batch_norm_gather_stats_with_counts(input, means, rstds, *updated, momentum, eps, counts)
+    for buffer, value in zip(running, updated, strict=True):
+        if buffer is not None and value is not None and value is not buffer:
+            buffer.copy_(value)
     if not input.numel():
         return torch.empty_like(input), mean, rstd
     return torch.batch_norm_elemt(input, weight, bias, mean, rstd, eps), mean, rstd

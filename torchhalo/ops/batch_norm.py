@@ -59,7 +59,7 @@ class _Forward(_Program):
 
     def takes(self, buffer: DTensor) -> bool:
         """Whether torch's kernels can update the shard of a running statistic."""
-        return list(buffer.placements) == self.channels and buffer.dtype == self.wide
+        return list(buffer.placements) == self.channels
 
     def _plain(self, op: handlers.Op, *rest: Any) -> tuple[Any, ...]:
         """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""

@@ -60,8 +60,10 @@ def _unit(bits, DIGITS: tl.constexpr):
     """Uniform in [0, 1)."""
     words = bits >> (64 - DIGITS)
     if DIGITS == 53:
-        return words.to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
-    return words.to(tl.int32).to(tl.float32) * (1.0 / (1 << DIGITS))
+        found = words.to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
+    else:
+        found = words.to(tl.int32).to(tl.float32) * (1.0 / (1 << DIGITS))
+    return found
 
 
 @triton.jit

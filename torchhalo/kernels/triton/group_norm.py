@@ -49,6 +49,7 @@ def statistics(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Of each chunk: the mean, less the channel's first element, and the sum of squared deviations; and that first element."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -58,7 +59,7 @@ def statistics(
     origin = tl.load(x + begin + lines, mask=owned, other=0.0).to(ACC)
     mean = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     squares = tl.zeros((BLOCK_S, BLOCK_C), ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC) - origin[None, :]
         apart = tl.where(here, values - mean, 0.0)
@@ -156,6 +157,7 @@ def normalize(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
@@ -169,7 +171,7 @@ def normalize(
     shift = -rest * scale
     if BIAS:
         shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         values = (values - mean[None, :]) * scale[None, :] + shift[None, :]
@@ -194,6 +196,7 @@ def products(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Of each chunk the sums of the gradient, and of its product with the deviations."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -201,7 +204,7 @@ def products(
     center = tl.load(mean + n * groups + (first + c) // size, mask=owned, other=0.0).to(ACC)
     sums = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     slopes = tl.zeros((BLOCK_S, BLOCK_C), ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
@@ -211,6 +214,81 @@ def products(
     place = tl.program_id(1) * cells + n * channels + c
     tl.store(partials + place, tl.sum(sums, 0), mask=owned)
     tl.store(partials + splits * cells + place, tl.sum(slopes, 0), mask=owned)
+
+
+@triton.jit
+def _products_of_group(
+    row,
+    partials,
+    weight,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    WEIGHT: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n, g = row // groups, row % groups
+    low = tl.maximum(g * size - first, 0)
+    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
+    cells = samples * channels
+    items = width * splits
+    grads = tl.zeros((BLOCK,), ACC)
+    slopes = tl.zeros((BLOCK,), ACC)
+    for at in range(0, items, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < items
+        c = low + i % width
+        place = i // width * cells + n * channels + c
+        one = tl.load(partials + place, mask=here, other=0.0)
+        two = tl.load(partials + splits * cells + place, mask=here, other=0.0)
+        if WEIGHT:
+            factor = tl.load(weight + c, mask=here, other=0.0).to(ACC)
+            one *= factor
+            two *= factor
+        grads += one
+        slopes += two
+    tl.store(sums + row, tl.sum(grads, 0))
+    tl.store(sums + samples * groups + row, tl.sum(slopes, 0))
+
+
+@triton.jit
+def _products_of_channels(
+    block,
+    partials,
+    rstd,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    ACC: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    every = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c, g = every - first, every // size
+    owned = (c >= 0) & (c < channels)
+    items = samples * splits
+    grads = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    slopes = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    for at in range(0, items, BLOCK_I):
+        i = at + tl.arange(0, BLOCK_I)
+        here = (i < items)[:, None] & owned[None, :]
+        place = i[:, None] * channels + c[None, :]
+        spread = tl.load(rstd + (i % samples)[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
+        grads += tl.load(partials + place, mask=here, other=0.0)
+        slopes += tl.load(partials + items * channels + place, mask=here, other=0.0) * spread
+    whole = groups * size
+    sums += 2 * samples * groups
+    tl.store(sums + every, tl.sum(grads, 0), mask=every < whole)
+    tl.store(sums + whole + every, tl.sum(slopes, 0), mask=every < whole)
 
 
 @triton.jit
@@ -236,48 +314,14 @@ def merge_products(
     A program has a sample and a group, or a block of channels.
     """
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    cells = samples * channels
     rows = samples * groups
-    if tl.program_id(0) < rows:
-        n, g = tl.program_id(0) // groups, tl.program_id(0) % groups
-        low = tl.maximum(g * size - first, 0)
-        width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
-        items = width * splits
-        grads = tl.zeros((BLOCK,), ACC)
-        slopes = tl.zeros((BLOCK,), ACC)
-        for at in range(0, items, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            here = i < items
-            c = low + i % width
-            place = i // width * cells + n * channels + c
-            one = tl.load(partials + place, mask=here, other=0.0)
-            two = tl.load(partials + splits * cells + place, mask=here, other=0.0)
-            if WEIGHT:
-                factor = tl.load(weight + c, mask=here, other=0.0).to(ACC)
-                one *= factor
-                two *= factor
-            grads += one
-            slopes += two
-        tl.store(sums + tl.program_id(0), tl.sum(grads, 0))
-        tl.store(sums + rows + tl.program_id(0), tl.sum(slopes, 0))
+    id = tl.program_id(0)
+    if id < rows:
+        _products_of_group(id, partials, weight, sums, samples, channels, splits, first, size, groups, WEIGHT, ACC, BLOCK)
     else:
-        every = (tl.program_id(0) - rows) * BLOCK_C + tl.arange(0, BLOCK_C)
-        c = every - first
-        owned = (c >= 0) & (c < channels)
-        g = every // size
-        one = tl.zeros((BLOCK_I, BLOCK_C), ACC)
-        two = tl.zeros((BLOCK_I, BLOCK_C), ACC)
-        for at in range(0, samples * splits, BLOCK_I):
-            i = at + tl.arange(0, BLOCK_I)
-            here = (i < samples * splits)[:, None] & owned[None, :]
-            n = i % samples
-            place = i[:, None] * channels + c[None, :]
-            spread = tl.load(rstd + n[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
-            one += tl.load(partials + place, mask=here, other=0.0)
-            two += tl.load(partials + splits * cells + place, mask=here, other=0.0) * spread
-        whole = groups * size
-        tl.store(sums + 2 * rows + every, tl.sum(one, 0), mask=every < whole)
-        tl.store(sums + 2 * rows + whole + every, tl.sum(two, 0), mask=every < whole)
+        _products_of_channels(
+            id - rows, partials, rstd, sums, samples, channels, splits, first, size, groups, ACC, BLOCK_I, BLOCK_C
+        )
 
 
 @triton.jit
@@ -302,6 +346,7 @@ def input_gradient(
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
@@ -313,7 +358,7 @@ def input_gradient(
     slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
     if WEIGHT:
         scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
-    for at in range(start, stop, BLOCK_S):
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
