@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import torchhalo
 from benchmarks.launches import count_launches
 from benchmarks.still import still_line
+from torchhalo.exchange import parts
 from torchhalo.geometry import Span
 from torchhalo.ops.adaptive_pooling import Bins
 
@@ -170,7 +171,7 @@ def test_random_pools_on_gloo(pool, ranks: int) -> None:
     pool(ranks).run(check_all, found)
 
 
-@pytest.mark.parametrize("inputs, outputs", list(product([1, 2, 5, 7, 12], [1, 2, 3, 4, 5, 7, 9, 24])))
+@pytest.mark.parametrize("inputs, outputs", list(itertools.product([1, 2, 5, 7, 12], [1, 2, 3, 4, 5, 7, 9, 24])))
 def test_bins_are_those_of_torch(inputs: int, outputs: int) -> None:
     """What each output reads, by asking torch; and no bin is wider than the width that is made for all."""
     bins = Bins(inputs, outputs)
@@ -217,10 +218,10 @@ def needs(size: int, pool: Callable[[torch.Tensor], torch.Tensor]) -> list[set[i
 def returned(related: Sequence[list[set[int]]], sizes: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
     """For each rank, how many elements of its part of the input other ranks read, each counted for every one of them."""
     read, own = [], []
-    for reads, size, parts in zip(related, sizes, mesh, strict=True):
-        read.append([set().union(*(reads[i] for i in part)) for part in chunk(len(reads), parts)])
-        own.append(chunk(size, parts))
-    ranks = list(product(*map(range, mesh)))
+    for reads, size, cuts in zip(related, sizes, mesh, strict=True):
+        read.append([set().union(*(reads[i] for i in part)) for part in chunk(len(reads), cuts)])
+        own.append(chunk(size, cuts))
+    ranks = list(itertools.product(*map(range, mesh)))
     return [
         sum(
             math.prod(len(read[dim][b] & own[dim][a]) for dim, (a, b) in enumerate(zip(here, other, strict=True)))
@@ -295,6 +296,20 @@ def test_launches_of_the_gradient_of_a_maximum(memory_format: torch.memory_forma
     y = F.max_pool2d(plain, 2)
     (expected,) = torch.autograd.grad(y, plain, torch.ones_like(y))
     assert torch.equal(found[0].to_local(), expected) and expected.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("name", ["max_pool3d", "avg_pool3d"])
+def test_channels_last_in_3d(name: str, in_parts: bool) -> None:
+    """Some of torch's kernels there write the gradient as if it were contiguous, whatever they are given to write to."""
+    with simulated(3), parts.in_parts(in_parts):
+        mesh = init_device_mesh(DEVICE, (3,))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 3, 6, 12, 18, dtype=torch.float64, device=DEVICE).contiguous(
+                memory_format=torch.channels_last_3d
+            )
+        for dim, window in itertools.product((2, 3, 4), ((2, 2, 0), (3, 2, 1))):
+            assert_parity(lambda x, w=window: getattr(F, name)(x, *w), [x], mesh, [[Shard(dim)]], atol=ATOL)
 
 
 # Dtypes, modes, meshes, errors.

@@ -173,10 +173,11 @@ def _gradient_of_region(
     grad, *rest = (canonical(each, format) if isinstance(each, torch.Tensor) else each for each in (grad, *arguments))
     spans = _spanned(windows, task)
     sizes = [span.size for span in spans.values()]
-    if tracing.is_traced(grad):
+    if len(sizes) == 3 or tracing.is_traced(grad):
         out = op(grad, unread(grad, sizes, format), *rest)
     else:
-        # The kernels ask their input for its shape and memory alone, so that the result may stand for it.
+        # The kernels ask their input for its shape and memory alone, so that the result may stand for it. Not those of 3-d, of
+        # which some write a result that they are given as if it were contiguous.
         shape = torch.Size((*grad.shape[: -len(sizes)], *sizes))
         out = grad.new_empty_strided(shape, strides(shape, format))
         op.overloadpacket.grad_input(grad, out, *rest, grad_input=out)
