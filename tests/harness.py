@@ -52,6 +52,28 @@ if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that 
     parts.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
 
 
+def _default_to_device() -> None:
+    """Make tensors on the GPU if nothing else is said; what generators of the CPU draw is drawn there first."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.set_default_device(DEVICE)
+
+    def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(draw)
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("generator") is None or "device" in kwargs:
+                return draw(*args, **kwargs)
+            return draw(*args, **kwargs, device=kwargs["generator"].device).to(DEVICE)
+
+        return wrapper
+
+    for name in ("rand", "randn", "randint", "randperm"):
+        setattr(torch, name, moved(getattr(torch, name)))
+
+
+if DEVICE != "cpu":
+    _default_to_device()
+
+
 @contextlib.contextmanager
 def simulated(ranks: int) -> Iterator[None]:
     """All of ``ranks`` in this process, with torchhalo enabled."""
@@ -122,10 +144,9 @@ class Pool:
 def _serve(pipe: Any, rank: int, ranks: int, folder: str, timeout: int) -> None:
     torch.set_num_threads(1)
     launch.join(rank, ranks, Path(folder), timedelta(seconds=timeout), DEVICE)
-    if DEVICE != "cpu":
-        _default_to_device()
     while True:
         function, args = pipe.recv()
+        args = tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), args)
         try:
             torch.manual_seed(0)
             # Tests make meshes that are equal and not the same, which these caches mix up; torch.compile then fails.
@@ -135,24 +156,6 @@ def _serve(pipe: Any, rank: int, ranks: int, folder: str, timeout: int) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
-
-
-def _default_to_device() -> None:
-    """Make tensors on the GPU if nothing else is said; what generators of the CPU draw is drawn there first."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.set_default_device(DEVICE)
-
-    def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(draw)
-        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if kwargs.get("generator") is None or "device" in kwargs:
-                return draw(*args, **kwargs)
-            return draw(*args, **kwargs, device=kwargs["generator"].device).to(DEVICE)
-
-        return wrapper
-
-    for name in ("rand", "randn", "randint", "randperm"):
-        setattr(torch, name, moved(getattr(torch, name)))
 
 
 class Sent(NamedTuple):

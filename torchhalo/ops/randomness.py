@@ -110,7 +110,7 @@ def seed_of(op: handlers.Op, mesh: DeviceMesh, device: torch.device, generator: 
     if process_groups.coordinate(mesh) is not None and tracing.has_values(seed) and not capturing:
         _draws[mesh] = _draws.get(mesh, 0) + 1
         if _draws[mesh] % CHECK_EVERY == 1:
-            _check(op, mesh, seed.to(device))
+            _check(op, mesh, simulation.per_rank(lambda seed: seed.to(device), seed))
     return seed
 
 
