@@ -11,7 +11,7 @@ NUMBERS = ("samples", "channels", "length", "chunk", "splits", "first", "size", 
 #: The constants of each kernel, by name those that Triton makes of arguments that are 1 among them.
 CONSTANTS: dict[str, dict[str, Any]] = {
     "statistics": {},
-    "normalize": {"WEIGHT": True, "BIAS": True},
+    "normalize": {"REST": True, "WEIGHT": True, "BIAS": True},
     "products": {},
     "input_gradient": {"WEIGHT": True},
     "merge_chunks": {"BLOCK": 64},
