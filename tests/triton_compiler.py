@@ -13,7 +13,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "statistics": {},
     "normalize": {"REST": True, "WEIGHT": True, "BIAS": True},
     "products": {},
-    "input_gradient": {"WEIGHT": True},
+    "input_gradient": {"WEIGHT": True, "WEIGHTED": False},
     "merge_chunks": {"BLOCK": 64},
     "merge_ranks": {"EPS": 1e-5, "BY_GROUP": True, "BLOCK": 64},
     "merge_products": {"WEIGHT": True, "BLOCK": 64, "BLOCK_I": 4, "BLOCK_C": 16},

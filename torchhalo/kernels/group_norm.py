@@ -161,8 +161,8 @@ def normalize(
     return applied(input, mean, rstd, rest, weight, bias, groups, dtype), mean, rstd
 
 
-def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Of each sample and group: the mean, one over the standard deviation, and what rounding to ``dtype`` has taken from the mean.
+def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Of each sample and group the mean, one over the standard deviation, and what rounding to ``dtype`` takes from the mean.
 
     Example:
         Of one rank::
@@ -175,7 +175,7 @@ def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.
         known, programs = constant(shares, parts), -(-few[0].numel() // CELLS)
         with torch.cuda.device_of(parts):
             _kernels().merge_ranks[programs,](parts, known, few, ranks, *cells, eps, known.ndim > 1, CELLS, num_warps=4)
-    return few.unbind()
+    return few
 
 
 def applied(
@@ -298,12 +298,14 @@ def input_gradient(
     sums: torch.Tensor,
     members: int,
     groups: Groups,
+    weighted: bool = True,
 ) -> torch.Tensor:
     """The gradient of one rank's part, in memory as the input.
 
     Args:
         sums: What all ranks made by `products`, added up.
         members: How many elements a sample has of a group.
+        weighted: Whether the sums have the weight in them.
 
     Example:
         After `products`::
@@ -329,6 +331,7 @@ def input_gradient(
             *_numbers(groups),
             walk.last,
             weight is not None,
+            weighted,
             _is_wide(input),
             *walk.blocks,
             STAGES,

@@ -346,6 +346,7 @@ def input_gradient(
     groups,
     LAST: tl.constexpr,
     WEIGHT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -360,7 +361,11 @@ def input_gradient(
     shift = tl.load(sums + cell, mask=owned, other=0.0) * factor
     slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
     if WEIGHT:
-        scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+        gain = tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+        scale *= gain
+        if not WEIGHTED:
+            shift *= gain
+            slope *= gain
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
