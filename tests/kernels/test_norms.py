@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_parity, shard, simulated, whole
+from memory import MEMORIES, Memory
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torchhalo.kernels import norms
+from torchhalo.kernels import group_norm, norms
 
 CALLS: list[str] = []
 
@@ -97,6 +98,7 @@ EMULATED = {
     "batch_norm_backward_reduce": backward_reduce,
     "batch_norm_backward_elemt": backward_elemt,
 }
+KERNELS = {name.removeprefix("batch_norm_").removesuffix("_with_counts") for name in EMULATED}
 CASES = [
     ((4,), (2, 3, 9, 5), [Shard(2)]),
     ((4,), (2, 3, 5, 2), [Shard(2)]),  # an empty shard
@@ -107,7 +109,14 @@ CASES = [
 ]
 
 
-def check(device: str, mesh: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], kind: str) -> None:
+def check(
+    device: str,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    kind: str,
+    memory: Memory | None = None,
+) -> None:
     """Output, gradients and running statistics against plain torch."""
     with simulated(math.prod(mesh)):
         devices = init_device_mesh(device, mesh)
@@ -134,7 +143,9 @@ def check(device: str, mesh: tuple[int, ...], shape: tuple[int, ...], placements
 
         whole_places = [Replicate()] * len(mesh)
         needs_grad = [True, *[kind != "bare"] * 2]
-        assert_parity(norm, tensors, devices, [placements, whole_places, whole_places], needs_grad=needs_grad)
+        places = [placements, whole_places, whole_places]
+        lies = None if memory is None else [memory, Memory(), Memory(), memory]
+        assert_parity(norm, tensors, devices, places, needs_grad=needs_grad, memory=lies)
         if kind != "bare":
             for got, want in zip(found[True], found[False], strict=True):
                 torch.testing.assert_close(whole(got), want, rtol=0, atol=1e-10)
@@ -155,7 +166,30 @@ def test_emulated(
 ) -> None:
     """What the kernels are given, and what is made of their results."""
     check("cpu", mesh, shape, placements, kind)
-    assert {name.removeprefix("batch_norm_").removesuffix("_with_counts") for name in EMULATED} == set(CALLS)
+    assert set(CALLS) == KERNELS
+
+
+LARGE = [case for case in CASES if len(case[1]) > 3] + [((2,), (1, 3, 6, 5), [Shard(2)])]
+
+
+@pytest.mark.parametrize(("mesh", "shape", "placements"), LARGE)
+@pytest.mark.parametrize("memory", ["channels last", "channels last, odd strides", "odd strides", "transposed"])
+def test_large(
+    emulated: None,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    memory: str,
+) -> None:
+    """Where memory suits them, the kernels of group norm stand in place of torch's, but for the merge."""
+    from interpreted import interpret  # skips what imports it, where there is no Triton
+
+    interpret(monkeypatch, group_norm)
+    monkeypatch.setattr(norms, "LARGE", 0)
+    check("cpu", mesh, shape, placements, "affine", MEMORIES[memory])
+    if memory.startswith("channels last"):
+        assert set(CALLS) == {"gather_stats"}
 
 
 def test_running_statistics_of_a_half_type(emulated: None) -> None:

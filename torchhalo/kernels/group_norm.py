@@ -157,34 +157,70 @@ def normalize(
 
             out, mean, rstd = normalize(shard, statistics(shard, groups).unsqueeze(0), (1.0,), weight, bias, 1e-5, groups)
     """
-    out = torch.empty_like(input, dtype=dtype)
+    mean, rstd, rest = merged(parts, shares, eps, _wide(input))
+    return applied(input, mean, rstd, rest, weight, bias, groups, dtype), mean, rstd
+
+
+def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Of each sample and group the mean, one over the standard deviation, and what rounding to ``dtype`` takes from the mean.
+
+    Example:
+        Of one rank::
+
+            mean, rstd, rest = merged(statistics(shard, groups).unsqueeze(0), (1.0,), 1e-5, torch.float32)
+    """
     ranks, _, *cells = parts.shape
-    few = input.new_empty((3, *cells), dtype=_wide(input))
-    kernels, known = _kernels(), constant(shares, parts)
+    few = parts.new_empty((3, *cells), dtype=dtype)
+    if few.numel():
+        known, programs = constant(shares, parts), -(-few[0].numel() // CELLS)
+        with torch.cuda.device_of(parts):
+            _kernels().merge_ranks[programs,](parts, known, few, ranks, *cells, eps, known.ndim > 1, CELLS, num_warps=4)
+    return few
+
+
+def applied(
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    rest: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """One rank's output, from what `merged` returned; ``rest`` may be missing.
+
+    Example:
+        After `merged`::
+
+            out = applied(shard, mean, rstd, rest, weight, bias, groups)
+    """
+    out = torch.empty_like(input, dtype=dtype)
+    if not input.numel():
+        return out
+    walk = _walk(input)
     with torch.cuda.device_of(input):
-        if few.numel():
-            grid = -(-few[0].numel() // CELLS)
-            kernels.merge_ranks[grid,](parts, known, few, ranks, *cells, eps, known.ndim > 1, CELLS, num_warps=4)
-        if input.numel():
-            walk = _walk(input)
-            kernels.normalize[walk.grid](
-                input,
-                out,
-                few,
-                input if weight is None else weight.contiguous(),
-                input if bias is None else bias.contiguous(),
-                *walk.sizes,
-                walk.chunk,
-                *_numbers(groups),
-                walk.last,
-                weight is not None,
-                bias is not None,
-                _is_wide(input),
-                *walk.blocks,
-                STAGES,
-                num_warps=_warps(walk.blocks),
-            )
-    return out, few[0], few[1]
+        _kernels().normalize[walk.grid](
+            input,
+            out,
+            mean,
+            rstd,
+            mean if rest is None else rest,
+            input if weight is None else weight.contiguous(),
+            input if bias is None else bias.contiguous(),
+            *walk.sizes,
+            walk.chunk,
+            *_numbers(groups),
+            walk.last,
+            rest is not None,
+            weight is not None,
+            bias is not None,
+            _is_wide(input),
+            *walk.blocks,
+            STAGES,
+            num_warps=_warps(walk.blocks),
+        )
+    return out
 
 
 def products(
@@ -262,12 +298,14 @@ def input_gradient(
     sums: torch.Tensor,
     members: int,
     groups: Groups,
+    weighted: bool = True,
 ) -> torch.Tensor:
     """The gradient of one rank's part, in memory as the input.
 
     Args:
         sums: What all ranks made by `products`, added up.
         members: How many elements a sample has of a group.
+        weighted: Whether the sums have the weight in them.
 
     Example:
         After `products`::
@@ -293,6 +331,7 @@ def input_gradient(
             *_numbers(groups),
             walk.last,
             weight is not None,
+            weighted,
             _is_wide(input),
             *walk.blocks,
             STAGES,

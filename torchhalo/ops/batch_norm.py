@@ -262,8 +262,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         rstd: torch.Tensor,
     ) -> torch.Tensor:
         if by_torch:
-            count = constant((program.members,), sums, torch.int32)
-            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, count), result)
+            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, program.members), result)
         scale = rstd if weight is None else rstd * per_channel(weight.to(dtype), ndim)
         out = input_gradient(grad, shard, sums, mean, rstd, scale, scale, program.members) if training else grad * scale
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)

@@ -54,9 +54,10 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     tracked = running_mean is not None or running_var is not None
-    if tracked or not use_input_stats or not _direct(input, input.shape[1], weight, bias):
+    groups = input.shape[1] if input.ndim > 2 else 0
+    if tracked or not use_input_stats or not _direct(input, groups, weight, bias):
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    return _applied(F.instance_norm, input, weight, bias, input.shape[1], eps, input.dtype)
+    return _applied(F.instance_norm, input, weight, bias, groups, eps, input.dtype)
 
 
 def _direct(input: torch.Tensor, groups: int, *parameters: torch.Tensor | None) -> bool:

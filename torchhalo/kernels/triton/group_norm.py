@@ -141,7 +141,9 @@ def merge_ranks(parts, shares, few, ranks, samples, groups, EPS: tl.constexpr, B
 def normalize(
     x,
     out,
-    few,
+    mean,
+    rstd,
+    rest,
     weight,
     bias,
     samples,
@@ -152,6 +154,7 @@ def normalize(
     size,
     groups,
     LAST: tl.constexpr,
+    REST: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -161,20 +164,20 @@ def normalize(
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    cells = samples * groups
     cell = n * groups + (first + c) // size
-    mean = tl.load(few + cell, mask=owned, other=0.0)
-    scale = tl.load(few + cells + cell, mask=owned, other=0.0)
-    rest = tl.load(few + 2 * cells + cell, mask=owned, other=0.0)
+    center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
+    scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
     if WEIGHT:
         scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
-    shift = -rest * scale
+    shift = tl.zeros((BLOCK_C,), ACC)
+    if REST:
+        shift -= tl.load(rest + cell, mask=owned, other=0.0) * scale
     if BIAS:
         shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
-        values = (values - mean[None, :]) * scale[None, :] + shift[None, :]
+        values = (values - center[None, :]) * scale[None, :] + shift[None, :]
         tl.store(out + place + tile, values.to(out.dtype.element_ty), mask=here)
 
 
@@ -343,6 +346,7 @@ def input_gradient(
     groups,
     LAST: tl.constexpr,
     WEIGHT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -357,7 +361,11 @@ def input_gradient(
     shift = tl.load(sums + cell, mask=owned, other=0.0) * factor
     slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
     if WEIGHT:
-        scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+        gain = tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+        scale *= gain
+        if not WEIGHTED:
+            shift *= gain
+            slope *= gain
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
         place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
