@@ -2,8 +2,8 @@
 
 Each row runs by itself, so `--rows` can choose a few; a row that fails says why and the others go on. What plain rows found
 stays in `--kept`, and the others are compared with it. `first s` is a first call, which plans and takes pinned memory; `plan s`
-is its planning; `s` is a later call. `peak` is what the device's allocator counted, parameters included; `host` is the most that
-waits on the host, `bus` what is loaded and saved.
+is its planning; `s` is a later call. `peak` is what the device's allocator counted, parameters included; `host` is the most
+that waits on the host, `bus` what is loaded and saved.
 """
 
 from __future__ import annotations

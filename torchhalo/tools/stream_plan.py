@@ -80,6 +80,6 @@ def plan_stream(
     net = without_values_of(named(model) if isinstance(model, str) else model).to(dtype).train(train)
     wanted = frozenset(number for number, x in enumerate(inputs) if train and x.requires_grad)
     found = search(Call(net, "forward", inputs, {}, torch.device("cpu"), train, wanted), shards, dims, memory)
-    flops = sum(program.flops for program in found.programs)
+    flops = sum(step.flops for each in found.steps for step in each.steps)
     schedule = found.schedule
     return StreamPlan(found.shards, found.resident, schedule.peak + found.resident, schedule.moved, flops)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from torchhalo.parallel.streaming import collectives
-from torchhalo.parallel.streaming.host import Host
+from torchhalo.parallel.streaming.host import Blocks, host_for
 from torchhalo.parallel.streaming.schedule import Action, Schedule
 from torchhalo.parallel.streaming.steps import Memory, Step
 from torchhalo.parallel.streaming.trace import Piece, Program
@@ -35,13 +36,15 @@ class Executor:
         device: torch.device,
         inputs: Mapping[int, Read],
         result: Callable[[Step, torch.Tensor], None],
+        blocks: Blocks,
     ):
         self._programs, self._steps, self._schedule = programs, steps, schedule
         self._model, self._device, self._result = model, device, result
         self._readers: dict[Memory, Callable[[torch.UntypedStorage], None]] = {}
         self._memory: dict[Memory, torch.UntypedStorage] = {}
         self._constants: dict[Memory, torch.UntypedStorage] = {}
-        self._host = Host(device)
+        self._host = host_for(device, blocks)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._draws: dict[int, Any] = {}
         self._at = 0
         self._used = self.peak = 0
@@ -65,16 +68,29 @@ class Executor:
 
     def run(self, until: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Do all actions up to number ``until``."""
-        with torch.no_grad():
+        with torch.no_grad(), self._on_stream():
             for number in range(self._at, until):
                 self._act(self._schedule.actions[number])
                 progress(number)
         self._at = until
 
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Memory is lent and reused in the order of one stream, whichever the caller is on."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
     def close(self) -> None:
         """Let all memory go."""
-        self._memory.clear()
-        self._host.close()
+        with self._on_stream():
+            self._host.close()  # before memory that it copies
+            self._memory.clear()
 
     def _act(self, action: Action) -> None:
         memory = action.memory
@@ -88,13 +104,18 @@ class Executor:
         elif action.kind == "save":
             assert isinstance(memory, Memory)
             self._host.save(memory, self._memory[memory])
+        elif action.kind == "forget":
+            self._host.forget(memory)
         else:
             assert isinstance(memory, Memory)
+            self._host.wait(memory)
             self._used -= self._memory.pop(memory).nbytes()
             if action.kind == "free":
                 self._host.forget(memory)
 
     def _step(self, shard: int, step: Step) -> None:
+        for memory in step.reads:
+            self._host.wait(memory, reading=memory not in step.writes)
         for memory in step.writes:
             self._host.forget(memory)
         if step.kind == "compute":

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchhalo.parallel.streaming.schedule import BudgetError, Schedule, plan
-from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions
+from torchhalo.parallel.streaming.overlap import quickest
+from torchhalo.parallel.streaming.schedule import BudgetError, Schedule
+from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions, workspace_bytes
 from torchhalo.parallel.streaming.trace import Call, Program, Returned, trace
 from torchhalo.parallel.structures import tensors_in
-from torchhalo.torch_internals.recording import View
+from torchhalo.torch_internals.recording import Instruction, View
 
 
 class Prepared(NamedTuple):
@@ -42,7 +43,7 @@ class Prepared(NamedTuple):
     def least(self) -> int:
         """No budget below this one can do."""
         return self.resident + max(
-            sum(self.programs[memory.shard].sizes[memory.storage] for memory in step.reads | step.makes)
+            step.workspace + sum(self.programs[memory.shard].sizes[memory.storage] for memory in step.reads | step.makes)
             for each in self.steps
             for step in each.steps
         )
@@ -93,8 +94,14 @@ def least_bytes(program: Program) -> int:
     """The most that one instruction reads and makes, without what is resident."""
     resident = {view.storage for view in program.model.values()} | set(program.constants)
     needed = (program.instructions[number] for number in needed_instructions(program))
-    used = (instruction.reads | instruction.writes | instruction.makes for instruction in needed)
-    return max((sum(program.sizes[storage] for storage in each - resident) for each in used), default=0)
+    on_gpu = program.device == "cuda"
+    return max(
+        (workspace_bytes(each) * on_gpu + sum(program.sizes[s] for s in _used(each) - resident) for each in needed), default=0
+    )
+
+
+def _used(instruction: Instruction) -> frozenset[int]:
+    return instruction.reads | instruction.writes | instruction.makes
 
 
 def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budget: float) -> Prepared:
@@ -136,7 +143,7 @@ def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: floa
         for piece in [*program.inputs.values(), *program.seeds.values()]
     }
     given |= {Memory(n, view.storage) for n, program in enumerate(programs) for view in program.model.values()}
-    return plan([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
+    return quickest([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
 
 
 def key_of(call: Call) -> object:

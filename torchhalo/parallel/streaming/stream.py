@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhalo.parallel.streaming.host import Blocks
 from torchhalo.parallel.streaming.prepare import Prepared, key_of, search
 from torchhalo.parallel.streaming.run import Run, Streamed, part_of
 from torchhalo.parallel.streaming.trace import METHODS, Call
@@ -116,6 +117,7 @@ class _Streamed:
         self._model, self._method = model, method
         self._budget, self._shards, self._dims, self._progress = budget, shards, dims, progress
         self._prepared: dict[object, Prepared] = {}
+        self._blocks = Blocks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Streamed:
         model = memo.get(id(self._model), self._model)
@@ -141,7 +143,7 @@ class _Streamed:
         call = Call(self._model, self._method, args, kwargs, device, bool(wanted or learned), frozenset(wanted))
         prepared = self._prepare(call)
         home = sources[0].device if sources and isinstance(sources[0], torch.Tensor) else torch.device("cpu")
-        run = Run(prepared, held, device, home, sources, out, wanted, learned, self._progress)
+        run = Run(prepared, held, device, home, sources, out, wanted, learned, self._progress, self._blocks)
         outputs = iter(Streamed.apply(run, *[sources[n] for n in wanted], *[held[name] for name in learned]))
         return mapped(lambda _: next(outputs), prepared.returned.structure, objects=True)
 

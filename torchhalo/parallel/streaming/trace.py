@@ -42,7 +42,7 @@ class Program(NamedTuple):
         instructions: Forward, then backward.
         forward: How many of them are forward.
         sizes: Of its storages, in bytes.
-        flops: Of its matrix products and convolutions.
+        device: The kind of device.
         constants: Bytes of storages that hold what the model made before.
         model: Where parameters and buffers lie, by name.
         inputs: By number, of those that are read from the call's arguments.
@@ -55,7 +55,7 @@ class Program(NamedTuple):
     instructions: list[Instruction]
     forward: int
     sizes: list[int]
-    flops: int
+    device: str
     constants: dict[int, torch.Tensor]
     model: dict[str, View]
     inputs: dict[int, Piece]
@@ -158,7 +158,7 @@ class _Tracer:
             recorder.instructions,
             forward,
             recorder.sizes,
-            recorder.flops,
+            call.device.type,
             recorder.constants,
             views,
             self._inputs,
