@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torchhalo
 from models.streaming import result
 from models.zoo import ZOO
 from torchhalo.ops import randomness
-from torchhalo.parallel.streaming import prepare, schedule
+from torchhalo.parallel.streaming import prepare, schedule, stream
 from torchhalo.parallel.streaming.stream import size_of
 from torchhalo.tools.observe import Case, observe
 
@@ -163,6 +164,56 @@ def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(step(tight, x), expected)
     assert unlimited // 4 < max(peaks) <= budget - prepared[-1].resident
     assert prepared[-1].schedule.moved > prepared[0].schedule.moved
+
+
+class Late:
+    """A host whose copies are made as late as `wait` allows, and whose loads leave garbage until then."""
+
+    def __init__(self) -> None:
+        self.copies: dict[Any, torch.UntypedStorage] = {}
+        self.saving: dict[Any, Callable[[], None]] = {}
+        self.loading: dict[Any, Callable[[], None]] = {}
+
+    def save(self, key: Any, storage: torch.UntypedStorage) -> None:
+        copy = self.copies[key] = torch.UntypedStorage(storage.nbytes())
+        self.saving[key] = lambda: copy.copy_(storage)
+
+    def load(self, key: Any, storage: torch.UntypedStorage) -> bool:
+        if key not in self.copies:
+            return False
+        if key in self.saving:
+            self.saving.pop(key)()
+        storage.fill_(255)
+        copy = self.copies[key]
+        self.loading[key] = lambda: storage.copy_(copy)
+        return True
+
+    def wait(self, key: Any, reading: bool = False) -> None:
+        for pending in (self.loading,) if reading else (self.loading, self.saving):
+            if key in pending:
+                pending.pop(key)()
+
+    def forget(self, key: Any) -> None:
+        self.copies.pop(key, None)
+
+    def close(self) -> None:
+        self.copies.clear()
+
+
+@pytest.mark.slow
+def test_nothing_is_used_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that a device makes beside computation are awaited, and what they read is not changed or let go before."""
+    from torchhalo.parallel.streaming import execute
+
+    hosts: list[Late] = []
+    monkeypatch.setattr(execute, "host_for", lambda *args: hosts.append(Late()) or hosts[-1])
+    searched = prepare.search
+    monkeypatch.setattr(stream, "search", lambda *args: (found := searched(*args)).within(found.least))
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 32, 24, dtype=torch.float64, requires_grad=True)
+    plain, streamed = plain_and_streamed(Net(), shards=3)
+    assert_same(step(streamed, x), step(plain, x))
+    assert [each for each in hosts if not each.saving and not each.loading] == hosts
 
 
 @pytest.mark.slow
