@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhalo.parallel.streaming.overlap import quickest
+from torchhalo.parallel.streaming.recompute import recomputing
 from torchhalo.parallel.streaming.schedule import BudgetError, Schedule
 from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions, workspace_bytes
 from torchhalo.parallel.streaming.trace import Call, Program, Returned, trace
@@ -21,10 +22,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         shards: How many there are along each dim.
+        traced: The programs as they were traced.
+        programs: Those that run: they may compute again what the traced ones keep.
         resident: Bytes that are always on the device: parameters, their gradients, buffers and constants.
     """
 
     shards: tuple[int, ...]
+    traced: list[Program]
     programs: list[Program]
     steps: list[Steps]
     schedule: Schedule
@@ -37,7 +41,8 @@ class Prepared(NamedTuple):
         Raises:
             BudgetError: A step alone needs more.
         """
-        return self._replace(schedule=_scheduled(self.programs, self.steps, budget - self.resident))
+        programs, steps, schedule = _fitted(self.traced, budget - self.resident)
+        return self._replace(programs=programs, steps=steps, schedule=schedule)
 
     @property
     def least(self) -> int:
@@ -109,10 +114,8 @@ def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budge
     found = [trace(call, shards, rank, dims) for rank in range(prod(shards))]
     programs, returned = [program for program, _ in found], found[0][1]
     _check_draws(programs)
-    steps = all_steps(programs)
     resident = resident_bytes(call) + sum(value.nbytes for program in programs for value in program.constants.values())
-    schedule = _scheduled(programs, steps, budget - resident)
-    return Prepared(tuple(shards), programs, steps, schedule, returned, resident)
+    return Prepared(tuple(shards), programs, *_fitted(programs, budget - resident), returned, resident)
 
 
 def _check_draws(programs: Sequence[Program]) -> None:
@@ -132,6 +135,20 @@ def _check_draws(programs: Sequence[Program]) -> None:
                 raise NotImplementedError(
                     f"stream: {each.op} in {each.module or 'the model'} draws other numbers on each shard"
                 )
+
+
+def _fitted(traced: list[Program], budget: float) -> tuple[list[Program], list[Steps], Schedule]:
+    """The programs within a budget: where memory has to wait on the host, they compute some of it again if that is quicker."""
+    steps = all_steps(traced)
+    kept = traced, steps, _scheduled(traced, steps, budget)
+    if not kept[2].host:
+        return kept
+    programs = [recomputing(program) for program in traced]
+    if all(program is other for program, other in zip(programs, traced, strict=True)):
+        return kept
+    steps = all_steps(programs)
+    again = programs, steps, _scheduled(programs, steps, budget)
+    return min(kept, again, key=lambda fitted: fitted[2].seconds)
 
 
 def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: float) -> Schedule:
