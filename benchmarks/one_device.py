@@ -227,22 +227,10 @@ def planned(plans: list[tuple[float, Prepared]]) -> Row:
         "plan s": seconds,
         "planned peak": (schedule.peak + prepared.resident) / GIB,
         "bus": schedule.moved / GIB,
-        "host": host_bytes(prepared) / GIB,
+        "host": schedule.host / GIB,
+        "estimated s": schedule.seconds,
+        "computes again": prepared.programs is not prepared.traced,
     }
-
-
-def host_bytes(prepared: Prepared) -> int:
-    """The most that waits on the host at a time."""
-    saved: dict[Any, int] = {}
-    used = most = 0
-    for action in prepared.schedule.actions:
-        if action.kind == "save" and action.memory not in saved:
-            saved[action.memory] = prepared.programs[action.memory.shard].sizes[action.memory.storage]
-            used += saved[action.memory]
-            most = max(most, used)
-        elif action.kind == "free":
-            used -= saved.pop(action.memory, 0)
-    return most
 
 
 def differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchhalo
+from benchmarks import one_device_smoke
 from models.streaming import result
 from models.zoo import ZOO
 from torchhalo.ops import randomness
-from torchhalo.parallel.streaming import prepare, schedule, stream
+from torchhalo.parallel.streaming import overlap, prepare, schedule, stream
 from torchhalo.parallel.streaming.stream import size_of
 from torchhalo.tools.observe import Case, observe
 
@@ -386,3 +387,66 @@ def test_autocast_and_channels_last() -> None:
         found, expected = streamed(x), plain(x)
     assert found.dtype == expected.dtype == torch.bfloat16 and found.stride() == expected.stride()
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+class Deep(nn.Module):
+    """Blocks of norm, activation and convolution, in place as MONAI has them, with skips and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 16, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout2d(self.stem(x), 0.2)
+        for number, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
+            y = layer(F.relu(norm(x), inplace=True))
+            x = y.add_(x) if number % 2 else x + F.silu(y)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_computed_again_is_the_same(dtype: torch.dtype) -> None:
+    """To the bit, with less on the host; and dropped numbers are not drawn anew."""
+    x = torch.randn(1, 2, 40, 24, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    model = Deep().double()
+    found = []
+    for again in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not again:
+                patch.setattr(prepare, "recomputing", lambda program: program)
+            calls: list[prepare.Prepared] = []
+            searched = prepare.search
+
+            def within(*args: Any) -> prepare.Prepared:
+                free = searched(*args)  # noqa: B023
+                calls.append(free.within(free.resident + free.schedule.peak // 3))  # noqa: B023
+                return calls[-1]  # noqa: B023
+
+            patch.setattr(stream, "search", within)
+            for name, value in {"LAUNCH": 0.0, "RATE": 1e18, "FLOPS": 1e18}.items():  # so small an image is not worth a launch
+                patch.setattr(overlap, name, value)
+            streamed = torchhalo.stream(copy.deepcopy(model), shards=3)
+            torch.manual_seed(5)
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float64):
+                found.append((step(streamed, x), calls[0]))
+    (kept, before), (computed, after) = found
+    assert after.programs is not after.traced and before.programs is before.traced
+    assert after.schedule.host < before.schedule.host and after.schedule.moved < before.schedule.moved
+    for name, value in kept.items():
+        assert torch.equal(computed[name], value), name
+    if dtype == torch.float64:
+        torch.manual_seed(5)
+        assert_same(computed, step(torchhalo.stream(copy.deepcopy(model), shards=1), x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in one_device_smoke.cases("cuda")])
+def test_on_a_gpu(cuda: str, name: str) -> None:
+    """Models of the benchmark's smoke, in two calls each: the plain model's numbers, and memory as foretold."""
+    row = dict(one_device_smoke.cases(cuda))[name]()
+    # Inputs and outputs on the device, and what kernels take for themselves, come on top.
+    assert row["tight peak MiB"] < row["tight planned MiB"] + row["on top MiB"]

@@ -196,16 +196,16 @@ def _takes(instruction: Instruction, place: int) -> bool:
     return "all_to_all_single" not in instruction.op._schema.name or bool(instruction.args[1][place])
 
 
-_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
-
-
 def workspace_bytes(instruction: Instruction) -> int:
     """What a kernel takes for itself on a GPU: cuDNN turns contiguous images around to channels-last, and results back."""
-    if instruction.op not in _CONVOLUTIONS:
+    if instruction.op is torch.ops.aten.convolution.default:
+        images = [instruction.args[0], *(view for _, view in instruction.results)]
+    elif instruction.op is torch.ops.aten.convolution_backward.default:
+        images = list(instruction.args[:2])  # the gradient, and the input or its gradient
+    else:
         return 0
-    views = [view for view in (*instruction.args[:2], *(view for _, view in instruction.results)) if isinstance(view, View)]
-    images = [view for view in views if len(view.shape) > 3 and view.stride[1] != 1]
-    return sum(prod(view.shape) * view.dtype.itemsize for view in images)
+    around = [view for view in images if len(view.shape) > 3 and view.stride[1] != 1]
+    return sum(prod(view.shape) * view.dtype.itemsize for view in around)
 
 
 def needed_instructions(program: Program) -> set[int]:

@@ -39,8 +39,9 @@ def stream(
     Args:
         model: Changed in place: its ``forward``, and ``encode`` and ``decode`` if it has them. Its parameters stay on the
             device where they are, and that device computes.
-        memory: The most bytes on the device, parameters included, such as ``8 * 10**9`` or ``"8GB"``. Workspace of the kernels
-            and outputs on the device come on top. If not given: on a GPU, nine tenths of what is free; on a CPU, no limit.
+        memory: The most bytes on the device, parameters included, such as ``8 * 10**9`` or ``"8GB"``. On a GPU a thirty-second
+            of it is left to what kernels take for themselves; outputs on the device come on top. If not given: on a GPU, nine
+            tenths of what is free; on a CPU, no limit.
         shards: Into how many to cut, or how many along each of ``dims``; if not given, as few as the budget allows.
         dims: Along which dim, or dims, to cut; if not given, the first spatial dim (2).
         progress: Show a line with the progress of calls that take long, if standard error is a terminal.
@@ -85,6 +86,9 @@ def unstream(model: nn.Module) -> nn.Module:
             del model.__dict__[method]
     return model
 
+
+#: Which part of a GPU's budget is left to what kernels take for themselves, beside what is known of convolutions.
+SPARE = 1 / 32
 
 _UNITS = {"": 1, **{f"{p}B": 1000**n for n, p in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("", "K", "M", "G", "T")) if n}
@@ -160,6 +164,8 @@ class _Streamed:
             budget = self._budget
         elif call.device.type == "cuda":
             budget = 0.9 * torch.cuda.mem_get_info(call.device)[0]
+        if call.device.type == "cuda":
+            budget *= 1 - SPARE
         return search(call, self._shards, self._dims, budget)
 
 
