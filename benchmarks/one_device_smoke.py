@@ -17,6 +17,10 @@ from benchmarks.common import Row
 from benchmarks.model_cases import CASES
 
 
+#: How far from the plain model, relative to the largest value; float32 may be computed in TF32.
+WITHIN = {torch.float64: 1e-9, torch.float32: 0.01, torch.bfloat16: 0.05}
+
+
 class Net(nn.Module):
     """Windows of all kinds, norms and a skip."""
 
@@ -85,7 +89,7 @@ def compare(
             wrong = {name: float((found[name] - value).abs().max()) / most for name, value in expected.items()}
             worst = max(wrong, key=wrong.__getitem__)
             row["differs"] = max(row.get("differs", 0.0), wrong[worst])
-            if not wrong[worst] < (1e-9 if dtype == torch.float64 else 0.05):
+            if not wrong[worst] < WITHIN[dtype]:
                 raise AssertionError(f"{way}, {turn} call: {worst} differs by {wrong[worst]:.1e}")
             if device == "cuda":
                 row[f"{way} peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
@@ -110,5 +114,6 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], Row]]]:
             yield about, partial(compare, make, shape, device, torch.float64, train, False, "cpu")
         if device == "cuda":
             yield f"smoke-{name}-bf16", partial(compare, make, shape, device, torch.bfloat16, False, False, "cuda")
+            yield f"smoke-{name}-fp32-train", partial(compare, make, shape, device, torch.float32, True, False, "cuda")
     if device == "cuda":
         yield "smoke-net-last", partial(compare, Net, (1, 3, side, side), device, torch.bfloat16, False, True, "cpu")

@@ -389,6 +389,34 @@ def test_autocast_and_channels_last() -> None:
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+class Careful(nn.Module):
+    """Under autocast, with one product in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Conv2d(2, 8, 3, padding=1), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return torch.einsum("nchw,cd->ndhw", y.float(), self.mix)
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    """What a model computes in full precision under autocast stays so when it is replayed, and in the backward."""
+    torch.manual_seed(0)
+    plain = Careful()
+    streamed = torchhalo.stream(copy.deepcopy(plain), shards=3)
+    x = torch.randn(1, 2, 18, 16)
+    for model in (plain, streamed):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        out.square().mean().backward()
+    expected = plain.mix.grad
+    assert expected is not None and streamed.mix.grad is not None
+    torch.testing.assert_close(streamed.mix.grad, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
 class Deep(nn.Module):
     """Blocks of norm, activation and convolution, in place as MONAI has them, with skips and a dropout."""
 

@@ -43,6 +43,7 @@ class Executor:
         self._readers: dict[Memory, Callable[[torch.UntypedStorage], None]] = {}
         self._memory: dict[Memory, torch.UntypedStorage] = {}
         self._constants: dict[Memory, torch.UntypedStorage] = {}
+        self._elsewhere: dict[Memory, torch.UntypedStorage] = {}
         self._host = host_for(device, blocks)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._draws: dict[int, Any] = {}
@@ -68,7 +69,8 @@ class Executor:
 
     def run(self, until: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Do all actions up to number ``until``."""
-        with torch.no_grad(), self._on_stream():
+        # The ops were cast when they were traced.
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False), self._on_stream():
             for number in range(self._at, until):
                 self._act(self._schedule.actions[number])
                 progress(number)
@@ -112,6 +114,7 @@ class Executor:
             self._used -= self._memory.pop(memory).nbytes()
             if action.kind == "free":
                 self._host.forget(memory)
+                self._elsewhere.pop(memory, None)
 
     def _step(self, shard: int, step: Step) -> None:
         for memory in step.reads:
@@ -146,6 +149,10 @@ class Executor:
         """Put a result where the program has it: a kernel may choose other strides, or return what it was given."""
         memory = Memory(shard, view.storage)
         storage = tensor.untyped_storage()
+        if tensor.device != self._device:  # the state of an attention's generator, which its backward reads where it is
+            self._new(memory)
+            self._elsewhere[memory] = storage
+            return
         lies = tuple(tensor.stride()), tensor.storage_offset(), storage.nbytes(), tensor.is_conj(), tensor.is_neg()
         size = self._programs[shard].sizes[view.storage]
         known = {self._memory.get(Memory(shard, read)) for read in instruction.reads}
@@ -173,6 +180,8 @@ class Executor:
 
     def _tensor(self, shard: int, view: View) -> torch.Tensor:
         memory = Memory(shard, view.storage)
+        if memory in self._elsewhere:
+            return view.of(self._elsewhere[memory])
         return view.of(self._memory[memory] if memory in self._memory else self._constants[memory])
 
     def _receive(self, shard: int, step: Step) -> None:

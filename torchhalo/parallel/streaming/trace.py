@@ -147,7 +147,9 @@ class _Tracer:
             given = {number: self._seed(x) for number, x in started.items()}
             seeds = {number: self._piece(seed) for number, seed in given.items()}
             del recorder.instructions[forward:]  # which made these; their values are given
-            torch.autograd.backward(list(started.values()), list(given.values()))
+            # On this thread, where the op's module is known, and without autocast, as a user calls it.
+            with torch.autograd.set_multithreading_enabled(False), torch.autocast(call.device.type, enabled=False):
+                torch.autograd.backward(list(started.values()), list(given.values()))
             for number, x in enumerate(self._leaves):
                 if x.grad is not None and (piece := self._owned(x.grad)) is not None:
                     input_gradients[number] = piece
