@@ -45,7 +45,7 @@ class _State(NamedTuple):
     """A storage after so many of the instructions that made or wrote it."""
 
     storage: int
-    count: int
+    changes: int
 
 
 class _Way(NamedTuple):
@@ -103,7 +103,7 @@ class _Recomputation:
     def _way(self, state: _State) -> _Way | None:
         """How to have ``state`` in the backward, kept or by simple ops; None if there is no way."""
         storage = state.storage
-        there = state.count == len(self._history[storage]) and storage not in self._changed
+        there = state.changes == len(self._history[storage]) and storage not in self._changed
         kept = storage not in self._large or (storage in self._kept and storage not in self.chosen)
         if there and kept:
             return _Way(frozenset(), frozenset([storage]) & self._large)
@@ -113,7 +113,7 @@ class _Recomputation:
         return _Way(frozenset(), frozenset([storage])) if found is None and there else found
 
     def _replayed(self, state: _State) -> _Way | None:
-        numbers = self._history[state.storage][: state.count]
+        numbers = self._history[state.storage][: state.changes]
         if not numbers or state.storage not in self._forward[numbers[0]].makes:
             return None
         states, leaves = {state}, set[int]()
@@ -134,7 +134,7 @@ class _Recomputation:
         return _State(storage, sum(each < number for each in self._history[storage]))
 
     def _cost(self, way: _Way) -> int:
-        numbers = (n for state in way.states for n in self._history[state.storage][: state.count])
+        numbers = (n for state in way.states for n in self._history[state.storage][: state.changes])
         used = (self._forward[number].reads | self._forward[number].makes for number in numbers)
         return sum(self._program.sizes[storage] for each in used for storage in each)
 
@@ -149,9 +149,9 @@ class _Recomputation:
             return fresh.get(state, storage)
 
         def make(way: _Way) -> None:
-            new = sorted(way.states - fresh.keys(), key=lambda s: self._history[s.storage][s.count - 1])
+            new = sorted(way.states - fresh.keys(), key=lambda s: self._history[s.storage][s.changes - 1])
             for state in new:
-                numbers = self._history[state.storage][: state.count]
+                numbers = self._history[state.storage][: state.changes]
                 target = len(self._sizes)
                 self._sizes.append(self._program.sizes[state.storage])
                 for number in numbers:
