@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.common import Record
 
-NAMES = ("conv_local", "overhead", "unet", "scale", "models", "attention", "tokens")
+NAMES = ("conv_local", "overhead", "unet", "scale", "models", "attention", "tokens", "one_device")
 RESULTS = Path(__file__).parent / "results"
 
 

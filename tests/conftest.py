@@ -41,16 +41,22 @@ def run(request: pytest.FixtureRequest, pool: Callable[[int], Pool]) -> Callable
 
 
 @pytest.fixture
-def gpu() -> Iterator[str]:
-    """A CUDA device, as the one rank of an NCCL group, with torchhalo enabled and no TF32."""
+def cuda() -> str:
+    """A CUDA device, in no process group."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device on this machine")
+    return "cuda"
+
+
+@pytest.fixture
+def gpu(cuda: str) -> Iterator[str]:
+    """A CUDA device, as the one rank of an NCCL group, with torchhalo enabled and no TF32."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with torchhalo.enable():
-            yield "cuda"
+            yield cuda
     finally:
         dist.destroy_process_group()
 

@@ -145,3 +145,16 @@ def test_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of Swin on shards that divide into windows: the rolls' halos, there and back, and nothing else."""
     (row,), _ = run(tmp_path, capsys, "tokens")
     assert row["model"] == "torchvision swin_t" and row["moved"] == row["keys and values"] == 0 < row["halos"]
+
+
+def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Streamed rows equal plain ones; tiles do not; the picture is drawn once both are known."""
+    names = ["smoke-net", "decode", "train"]
+    arguments = ["one_device", "--device", "cpu", "--kept", str(tmp_path), "--rows", *names]
+    rows = {row["row"]: row for row in run(tmp_path, capsys, *arguments)[0]}
+    assert not [row for row in rows.values() if "error" in row]
+    assert max(rows[f"smoke-net-{way}"]["differs"] for way in ("forward", "train")) < 1e-12
+    streamed, tiled = rows["decode-128-1MiB"], rows["decode-128-tiled"]
+    assert streamed["differs"] < 1e-5 < 0.01 < tiled["differs"] and streamed["planned peak"] <= 2**-10
+    assert (tmp_path / "decode-128.png").read_bytes().startswith(b"\x89PNG")
+    assert rows["train-16-16MiB"]["gradient differs"] < 1e-5

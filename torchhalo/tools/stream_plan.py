@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchhalo.parallel.streaming.overlap import BUS
 from torchhalo.parallel.streaming.prepare import search
 from torchhalo.parallel.streaming.trace import Call
 from torchhalo.tools.explain import inputs_of
 from torchhalo.tools.fake_run import without_values_of
 from torchhalo.tools.observe import named
 from torchhalo.tools.text import readable, size_text
-
-#: Bytes per second between a device and its host, of PCIe 5 with 16 lanes in one direction, as measured on an H200.
-BUS = 55e9
 
 
 class StreamPlan(NamedTuple):
@@ -27,6 +25,7 @@ class StreamPlan(NamedTuple):
         resident: Bytes that are always on the device.
         peak: The most bytes on the device at a time, those included.
         moved: Bytes that are loaded from the host and saved there.
+        host: The most bytes that wait on the host at a time.
         flops: Operations of matrix products and convolutions.
     """
 
@@ -34,6 +33,7 @@ class StreamPlan(NamedTuple):
     resident: int
     peak: int
     moved: int
+    host: int
     flops: int
 
     def seconds(self, flops: float, bandwidth: float = BUS) -> float:
@@ -48,6 +48,7 @@ class StreamPlan(NamedTuple):
         rows = [
             ("shards", size_text(self.shards)),
             ("peak on the device", f"{readable(self.peak)}, of which {readable(self.resident)} are always there"),
+            ("host memory", readable(self.host)),
             ("moved over the bus", readable(self.moved)),
             ("operations", f"{self.flops:.2g}"),
         ]
@@ -80,6 +81,6 @@ def plan_stream(
     net = without_values_of(named(model) if isinstance(model, str) else model).to(dtype).train(train)
     wanted = frozenset(number for number, x in enumerate(inputs) if train and x.requires_grad)
     found = search(Call(net, "forward", inputs, {}, torch.device("cpu"), train, wanted), shards, dims, memory)
-    flops = sum(program.flops for program in found.programs)
+    flops = sum(step.flops for each in found.steps for step in each.steps)
     schedule = found.schedule
-    return StreamPlan(found.shards, found.resident, schedule.peak + found.resident, schedule.moved, flops)
+    return StreamPlan(found.shards, found.resident, schedule.peak + found.resident, schedule.moved, schedule.host, flops)

@@ -46,6 +46,7 @@ class Instruction(NamedTuple):
         group: The ranks that take part, of a collective.
         draw: Which draw it is, of an op that draws random numbers: equal draws give equal numbers.
         module: The path of the module that called it.
+        flops: Of matrix products and convolutions.
     """
 
     op: Op
@@ -58,6 +59,7 @@ class Instruction(NamedTuple):
     group: tuple[int, ...] | None
     draw: int | None
     module: str
+    flops: int = 0
 
 
 _recorders: list[Recorder] = []
@@ -74,7 +76,6 @@ class Recorder(TorchDispatchMode):
     Attributes:
         instructions: In the order of their calls.
         sizes: Of all storages, in bytes.
-        flops: Of matrix products and convolutions.
         constants: The values of storages that hold real tensors, which the model has made before.
         failed: The op that raised, and the module that called it.
     """
@@ -83,7 +84,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.instructions: list[Instruction] = []
         self.sizes: list[int] = []
-        self.flops = 0
         self.constants: dict[int, torch.Tensor] = {}
         self.failed: tuple[str, str] | None = None
         self._module = module
@@ -130,15 +130,15 @@ class Recorder(TorchDispatchMode):
         if func is _CPU_ATTENTION and out[1].dtype != args[0].dtype == torch.float64:  # torch 2.11 traces its sums in float32
             out = out[0], torch.empty_like(out[1], dtype=args[0].dtype)
         draw = self._draw() if _draws(func, args, kwargs, out) else None
-        if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        known = flop_registry.get(func.overloadpacket)
+        flops = 0 if known is None else int(known(*args, **kwargs, out_val=out))
         if func.namespace == "_c10d_functional" and "wait_tensor" in func._schema.name:
             self._numbers[out.untyped_storage()._cdata] = given[0][0].storage, out.untyped_storage()
         else:
-            self._note(func, given, out, before, draw)
+            self._note(func, given, out, before, draw, flops)
         return out
 
-    def _note(self, op: Op, given: Any, out: Any, before: int, draw: int | None) -> None:
+    def _note(self, op: Op, given: Any, out: Any, before: int, draw: int | None, flops: int) -> None:
         results = [
             (place, view)
             for place, tensor in enumerate(out if isinstance(out, (tuple, list)) else (out,))
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         makes = frozenset(view.storage for _, view in results)
         group = _group(op, args)
         self.instructions.append(
-            Instruction(op, args, kwargs, tuple(results), reads, frozenset(written), makes, group, draw, self._module())
+            Instruction(op, args, kwargs, tuple(results), reads, frozenset(written), makes, group, draw, self._module(), flops)
         )
 
     def _draw(self) -> int:

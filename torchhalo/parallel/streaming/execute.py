@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from torchhalo.parallel.streaming import collectives
-from torchhalo.parallel.streaming.host import Host
+from torchhalo.parallel.streaming.host import Blocks, host_for
 from torchhalo.parallel.streaming.schedule import Action, Schedule
 from torchhalo.parallel.streaming.steps import Memory, Step
 from torchhalo.parallel.streaming.trace import Piece, Program
@@ -35,13 +36,16 @@ class Executor:
         device: torch.device,
         inputs: Mapping[int, Read],
         result: Callable[[Step, torch.Tensor], None],
+        blocks: Blocks,
     ):
         self._programs, self._steps, self._schedule = programs, steps, schedule
         self._model, self._device, self._result = model, device, result
         self._readers: dict[Memory, Callable[[torch.UntypedStorage], None]] = {}
         self._memory: dict[Memory, torch.UntypedStorage] = {}
         self._constants: dict[Memory, torch.UntypedStorage] = {}
-        self._host = Host(device)
+        self._elsewhere: dict[Memory, torch.UntypedStorage] = {}
+        self._host = host_for(device, blocks)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._draws: dict[int, Any] = {}
         self._at = 0
         self._used = self.peak = 0
@@ -65,16 +69,30 @@ class Executor:
 
     def run(self, until: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Do all actions up to number ``until``."""
-        with torch.no_grad():
+        # The ops were cast when they were traced.
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False), self._on_stream():
             for number in range(self._at, until):
                 self._act(self._schedule.actions[number])
                 progress(number)
         self._at = until
 
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Memory is lent and reused in the order of one stream, whichever the caller is on."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
     def close(self) -> None:
         """Let all memory go."""
-        self._memory.clear()
-        self._host.close()
+        with self._on_stream():
+            self._host.close()  # before memory that it copies
+            self._memory.clear()
 
     def _act(self, action: Action) -> None:
         memory = action.memory
@@ -88,13 +106,19 @@ class Executor:
         elif action.kind == "save":
             assert isinstance(memory, Memory)
             self._host.save(memory, self._memory[memory])
+        elif action.kind == "forget":
+            self._host.forget(memory)
         else:
             assert isinstance(memory, Memory)
+            self._host.wait(memory)
             self._used -= self._memory.pop(memory).nbytes()
             if action.kind == "free":
                 self._host.forget(memory)
+                self._elsewhere.pop(memory, None)
 
     def _step(self, shard: int, step: Step) -> None:
+        for memory in step.reads:
+            self._host.wait(memory, reading=memory not in step.writes)
         for memory in step.writes:
             self._host.forget(memory)
         if step.kind == "compute":
@@ -125,6 +149,10 @@ class Executor:
         """Put a result where the program has it: a kernel may choose other strides, or return what it was given."""
         memory = Memory(shard, view.storage)
         storage = tensor.untyped_storage()
+        if tensor.device != self._device:  # the state of an attention's generator, which its backward reads where it is
+            self._new(memory)
+            self._elsewhere[memory] = storage
+            return
         lies = tuple(tensor.stride()), tensor.storage_offset(), storage.nbytes(), tensor.is_conj(), tensor.is_neg()
         size = self._programs[shard].sizes[view.storage]
         known = {self._memory.get(Memory(shard, read)) for read in instruction.reads}
@@ -152,6 +180,8 @@ class Executor:
 
     def _tensor(self, shard: int, view: View) -> torch.Tensor:
         memory = Memory(shard, view.storage)
+        if memory in self._elsewhere:
+            return view.of(self._elsewhere[memory])
         return view.of(self._memory[memory] if memory in self._memory else self._constants[memory])
 
     def _receive(self, shard: int, step: Step) -> None:

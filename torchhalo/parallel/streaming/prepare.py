@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchhalo.parallel.streaming.schedule import BudgetError, Schedule, plan
-from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions
+from torchhalo.parallel.streaming.overlap import quickest
+from torchhalo.parallel.streaming.recompute import recomputing
+from torchhalo.parallel.streaming.schedule import BudgetError, Schedule
+from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions, workspace_bytes
 from torchhalo.parallel.streaming.trace import Call, Program, Returned, trace
 from torchhalo.parallel.structures import tensors_in
-from torchhalo.torch_internals.recording import View
+from torchhalo.torch_internals.recording import Instruction, View
 
 
 class Prepared(NamedTuple):
@@ -20,10 +22,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         shards: How many there are along each dim.
+        traced: The programs as they were traced.
+        programs: Those that run: they may compute again what the traced ones keep.
         resident: Bytes that are always on the device: parameters, their gradients, buffers and constants.
     """
 
     shards: tuple[int, ...]
+    traced: list[Program]
     programs: list[Program]
     steps: list[Steps]
     schedule: Schedule
@@ -36,13 +41,14 @@ class Prepared(NamedTuple):
         Raises:
             BudgetError: A step alone needs more.
         """
-        return self._replace(schedule=_scheduled(self.programs, self.steps, budget - self.resident))
+        programs, steps, schedule = _fitted(self.traced, budget - self.resident)
+        return self._replace(programs=programs, steps=steps, schedule=schedule)
 
     @property
     def least(self) -> int:
         """No budget below this one can do."""
         return self.resident + max(
-            sum(self.programs[memory.shard].sizes[memory.storage] for memory in step.reads | step.makes)
+            step.workspace + sum(self.programs[memory.shard].sizes[memory.storage] for memory in step.reads | step.makes)
             for each in self.steps
             for step in each.steps
         )
@@ -93,8 +99,14 @@ def least_bytes(program: Program) -> int:
     """The most that one instruction reads and makes, without what is resident."""
     resident = {view.storage for view in program.model.values()} | set(program.constants)
     needed = (program.instructions[number] for number in needed_instructions(program))
-    used = (instruction.reads | instruction.writes | instruction.makes for instruction in needed)
-    return max((sum(program.sizes[storage] for storage in each - resident) for each in used), default=0)
+    on_gpu = program.device == "cuda"
+    return max(
+        (workspace_bytes(each) * on_gpu + sum(program.sizes[s] for s in _used(each) - resident) for each in needed), default=0
+    )
+
+
+def _used(instruction: Instruction) -> frozenset[int]:
+    return instruction.reads | instruction.writes | instruction.makes
 
 
 def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budget: float) -> Prepared:
@@ -102,10 +114,8 @@ def prepare(call: Call, shards: Sequence[int], dims: Sequence[int] | None, budge
     found = [trace(call, shards, rank, dims) for rank in range(prod(shards))]
     programs, returned = [program for program, _ in found], found[0][1]
     _check_draws(programs)
-    steps = all_steps(programs)
     resident = resident_bytes(call) + sum(value.nbytes for program in programs for value in program.constants.values())
-    schedule = _scheduled(programs, steps, budget - resident)
-    return Prepared(tuple(shards), programs, steps, schedule, returned, resident)
+    return Prepared(tuple(shards), programs, *_fitted(programs, budget - resident), returned, resident)
 
 
 def _check_draws(programs: Sequence[Program]) -> None:
@@ -127,6 +137,20 @@ def _check_draws(programs: Sequence[Program]) -> None:
                 )
 
 
+def _fitted(traced: list[Program], budget: float) -> tuple[list[Program], list[Steps], Schedule]:
+    """The programs within a budget: where memory has to wait on the host, they compute some of it again if that is quicker."""
+    steps = all_steps(traced)
+    kept = traced, steps, _scheduled(traced, steps, budget)
+    if not kept[2].host:
+        return kept
+    programs = [recomputing(program) for program in traced]
+    if all(program is other for program, other in zip(programs, traced, strict=True)):
+        return kept
+    steps = all_steps(programs)
+    again = programs, steps, _scheduled(programs, steps, budget)
+    return min(kept, again, key=lambda fitted: fitted[2].seconds)
+
+
 def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: float) -> Schedule:
     """What the device does with ``budget`` bytes beside what is resident."""
     sizes = {Memory(n, s): size for n, program in enumerate(programs) for s, size in enumerate(program.sizes)}
@@ -136,7 +160,7 @@ def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: floa
         for piece in [*program.inputs.values(), *program.seeds.values()]
     }
     given |= {Memory(n, view.storage) for n, program in enumerate(programs) for view in program.model.values()}
-    return plan([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
+    return quickest([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
 
 
 def key_of(call: Call) -> object:

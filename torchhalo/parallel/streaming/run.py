@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchhalo.parallel.streaming.execute import Executor
+from torchhalo.parallel.streaming.host import Blocks
 from torchhalo.parallel.streaming.prepare import Prepared
 from torchhalo.parallel.streaming.steps import Step
 from torchhalo.parallel.streaming.trace import Piece
@@ -37,6 +38,7 @@ class Run:
         wanted: list[int],
         learned: list[str],
         progress: bool,
+        blocks: Blocks,
     ):
         self._prepared, self._held, self._progress = prepared, held, progress
         self.wanted, self.learned = wanted, learned
@@ -53,7 +55,7 @@ class Run:
         self._gradients: dict[object, torch.Tensor] = {}
         inputs = {number: partial(part_of, source) for number, source in enumerate(sources)}
         steps = [each.steps for each in prepared.steps]
-        self._executor = Executor(prepared.programs, steps, prepared.schedule, held, device, inputs, self._result)
+        self._executor = Executor(prepared.programs, steps, prepared.schedule, held, device, inputs, self._result, blocks)
 
     @property
     def peak(self) -> int:

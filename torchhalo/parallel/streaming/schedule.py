@@ -22,6 +22,8 @@ class Work(Protocol):
         reads: Memory that must be on the device, ``writes`` included.
         makes: Memory that is new.
         after: Steps of other shards, as (shard, number), that must have run.
+        workspace: Bytes that its kernel takes on top while it runs.
+        flops: Of matrix products and convolutions.
     """
 
     @property
@@ -32,12 +34,17 @@ class Work(Protocol):
     def makes(self) -> Collection[Memory]: ...
     @property
     def after(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def workspace(self) -> int: ...
+    @property
+    def flops(self) -> int: ...
 
 
 class Action(NamedTuple):
-    """One thing that the device does: "run" step ``number`` of ``shard``, or "load", "save", "drop" or "free" ``memory``.
+    """One thing that the device does: "run" step ``number`` of ``shard``, or something with ``memory``.
 
-    What is dropped is loaded again later, from where it came or where it was saved; what is freed is not.
+    It may "load" or "save" it. After "drop" it is loaded again later, from where it came or where it was saved; after "free" it
+    is not. "forget" lets its copy on the host go.
     """
 
     kind: str
@@ -51,14 +58,18 @@ class Schedule(NamedTuple):
 
     Attributes:
         forward: How many of the actions are forward.
-        peak: The most bytes on the device at a time.
+        peak: The most bytes on the device at a time, workspaces included.
         moved: Bytes that are loaded and saved.
+        host: The most bytes that wait on the host at a time.
+        seconds: An estimate, on an H200.
     """
 
     actions: list[Action]
     forward: int
     peak: int
     moved: int
+    host: int = 0
+    seconds: float = 0.0
 
 
 class BudgetError(ValueError):
@@ -158,14 +169,14 @@ def plan(
         step = shards[shard][number]
         kept = {*step.reads, *step.makes}
         incoming = [memory for memory in kept if memory not in on_device]
-        room(sum(sizes[memory] for memory in incoming), kept)
+        room(sum(sizes[memory] for memory in incoming) + step.workspace, kept)
         for memory in incoming:
             if memory not in step.makes:
                 actions.append(Action("load", memory=memory))
                 moved += sizes[memory]
             on_device[memory] = sizes[memory]
             used += sizes[memory]
-        peak = max(peak, used)
+        peak = max(peak, used + step.workspace)
         actions.append(Action("run", shard, number))
         saved.difference_update(step.writes)
         for memory in kept:

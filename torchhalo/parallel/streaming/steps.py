@@ -36,6 +36,7 @@ class Step(NamedTuple):
         makes: Memory that is new.
         after: Steps of other shards, as (shard, number), that must have run.
         sends: What each member of the group sends by, for "receive".
+        workspace: Bytes that the kernel takes on top while it runs.
     """
 
     kind: str
@@ -47,6 +48,11 @@ class Step(NamedTuple):
     key: object = None
     piece: Piece | None = None
     sends: tuple[Instruction, ...] = ()
+    workspace: int = 0
+
+    @property
+    def flops(self) -> int:
+        return 0 if self.instruction is None or self.kind != "compute" else self.instruction.flops
 
 
 class Steps(NamedTuple):
@@ -138,7 +144,9 @@ class _Draft:
 
     def _compute(self, instruction: Instruction) -> None:
         writes, makes = self._memory(instruction.writes), self._memory(instruction.makes)
-        self.steps.append(Step("compute", instruction, self._memory(instruction.reads) | writes, writes, makes))
+        workspace = workspace_bytes(instruction) if self._program.device == "cuda" else 0
+        reads = self._memory(instruction.reads) | writes
+        self.steps.append(Step("compute", instruction, reads, writes, makes, workspace=workspace))
 
     def _send(self, instruction: Instruction, call: tuple[tuple[int, ...], int], changed: bool) -> None:
         """Others read it later; where it is written to meanwhile, a copy of it."""
@@ -186,6 +194,18 @@ def _sent(instruction: Instruction) -> View:
 def _takes(instruction: Instruction, place: int) -> bool:
     """Whether a collective brings anything from the member at ``place`` of its group."""
     return "all_to_all_single" not in instruction.op._schema.name or bool(instruction.args[1][place])
+
+
+def workspace_bytes(instruction: Instruction) -> int:
+    """What a kernel takes for itself on a GPU: cuDNN turns contiguous images around to channels-last, and results back."""
+    if instruction.op is torch.ops.aten.convolution.default:
+        images = [instruction.args[0], *(view for _, view in instruction.results)]
+    elif instruction.op is torch.ops.aten.convolution_backward.default:
+        images = list(instruction.args[:2])  # the gradient, and the input or its gradient
+    else:
+        return 0
+    around = [view for view in images if len(view.shape) > 3 and view.stride[1] != 1]
+    return sum(prod(view.shape) * view.dtype.itemsize for view in around)
 
 
 def needed_instructions(program: Program) -> set[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhalo.parallel.streaming.host import Blocks
 from torchhalo.parallel.streaming.prepare import Prepared, key_of, search
 from torchhalo.parallel.streaming.run import Run, Streamed, part_of
 from torchhalo.parallel.streaming.trace import METHODS, Call
@@ -38,8 +39,9 @@ def stream(
     Args:
         model: Changed in place: its ``forward``, and ``encode`` and ``decode`` if it has them. Its parameters stay on the
             device where they are, and that device computes.
-        memory: The most bytes on the device, parameters included, such as ``8 * 10**9`` or ``"8GB"``. Workspace of the kernels
-            and outputs on the device come on top. If not given: on a GPU, nine tenths of what is free; on a CPU, no limit.
+        memory: The most bytes on the device, parameters included, such as ``8 * 10**9`` or ``"8GB"``. On a GPU a thirty-second
+            of it is left to what kernels take for themselves; outputs on the device come on top. If not given: on a GPU, nine
+            tenths of what is free; on a CPU, no limit.
         shards: Into how many to cut, or how many along each of ``dims``; if not given, as few as the budget allows.
         dims: Along which dim, or dims, to cut; if not given, the first spatial dim (2).
         progress: Show a line with the progress of calls that take long, if standard error is a terminal.
@@ -85,6 +87,9 @@ def unstream(model: nn.Module) -> nn.Module:
     return model
 
 
+#: Which part of a GPU's budget is left to what kernels take for themselves, beside what is known of convolutions.
+SPARE = 1 / 32
+
 _UNITS = {"": 1, **{f"{p}B": 1000**n for n, p in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("", "K", "M", "G", "T")) if n}
 
@@ -116,6 +121,7 @@ class _Streamed:
         self._model, self._method = model, method
         self._budget, self._shards, self._dims, self._progress = budget, shards, dims, progress
         self._prepared: dict[object, Prepared] = {}
+        self._blocks = Blocks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Streamed:
         model = memo.get(id(self._model), self._model)
@@ -141,7 +147,7 @@ class _Streamed:
         call = Call(self._model, self._method, args, kwargs, device, bool(wanted or learned), frozenset(wanted))
         prepared = self._prepare(call)
         home = sources[0].device if sources and isinstance(sources[0], torch.Tensor) else torch.device("cpu")
-        run = Run(prepared, held, device, home, sources, out, wanted, learned, self._progress)
+        run = Run(prepared, held, device, home, sources, out, wanted, learned, self._progress, self._blocks)
         outputs = iter(Streamed.apply(run, *[sources[n] for n in wanted], *[held[name] for name in learned]))
         return mapped(lambda _: next(outputs), prepared.returned.structure, objects=True)
 
@@ -158,6 +164,8 @@ class _Streamed:
             budget = self._budget
         elif call.device.type == "cuda":
             budget = 0.9 * torch.cuda.mem_get_info(call.device)[0]
+        if call.device.type == "cuda":
+            budget *= 1 - SPARE
         return search(call, self._shards, self._dims, budget)
 
 

@@ -42,7 +42,7 @@ class Program(NamedTuple):
         instructions: Forward, then backward.
         forward: How many of them are forward.
         sizes: Of its storages, in bytes.
-        flops: Of its matrix products and convolutions.
+        device: The kind of device.
         constants: Bytes of storages that hold what the model made before.
         model: Where parameters and buffers lie, by name.
         inputs: By number, of those that are read from the call's arguments.
@@ -55,7 +55,7 @@ class Program(NamedTuple):
     instructions: list[Instruction]
     forward: int
     sizes: list[int]
-    flops: int
+    device: str
     constants: dict[int, torch.Tensor]
     model: dict[str, View]
     inputs: dict[int, Piece]
@@ -147,7 +147,9 @@ class _Tracer:
             given = {number: self._seed(x) for number, x in started.items()}
             seeds = {number: self._piece(seed) for number, seed in given.items()}
             del recorder.instructions[forward:]  # which made these; their values are given
-            torch.autograd.backward(list(started.values()), list(given.values()))
+            # On this thread, where the op's module is known, and without autocast, as a user calls it.
+            with torch.autograd.set_multithreading_enabled(False), torch.autocast(call.device.type, enabled=False):
+                torch.autograd.backward(list(started.values()), list(given.values()))
             for number, x in enumerate(self._leaves):
                 if x.grad is not None and (piece := self._owned(x.grad)) is not None:
                     input_gradients[number] = piece
@@ -158,7 +160,7 @@ class _Tracer:
             recorder.instructions,
             forward,
             recorder.sizes,
-            recorder.flops,
+            call.device.type,
             recorder.constants,
             views,
             self._inputs,
