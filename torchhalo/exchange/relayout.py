@@ -188,7 +188,7 @@ def _chunk_placements(source: Unfolded, mesh_shape: tuple[int, ...], shape: tupl
     return tuple(placements)
 
 
-def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
+def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement], about: object = None) -> DTensor:
     """``input`` in the shape of ``result``, which holds the same elements in the same order, with other placements.
 
     Where nothing travels and no rank's part changes, the result is a view of the shard, if its strides allow one. Else only
@@ -196,10 +196,11 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
 
     Args:
         placements: Shard, `GridShard` or Replicate where ``input`` is not Partial.
+        about: What watchers of collectives are told; without it, those of moves are told too.
     """
     if has_grid(placements):
         apart = unfolded(tuple(result.shape), tuple(placements)).placements
-        return fold(relayout(input, unfolded_meta(result, placements), apart), result, placements)
+        return fold(relayout(input, unfolded_meta(result, placements), apart, about), result, placements)
     input = unfold(input)
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     if coordinate is None:
@@ -208,7 +209,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     if not move.unmoved and factors(move.source.shape, move.target.shape) is None:
         shape = between(move.source.shape, move.target.shape)
         middle = dtensors.Meta(shape, strides(shape, torch.contiguous_format), result.dtype)
-        return relayout(relayout(input, middle, view_placements(input, shape)), result, placements)
+        return relayout(relayout(input, middle, view_placements(input, shape), about), result, placements, about)
 
     def as_it_is(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
         return shard.reshape(move.target.owned(coordinate).shape)
@@ -222,7 +223,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     elif move.source.shape == move.target.shape and not move.axes:
         out = simulation.per_rank(part, shard, *coordinate)
     else:
-        out = _moved(shard, move, input, result)
+        out = _moved(shard, move, input, result, about)
     return dtensors.wrap(out, mesh, placements, result)
 
 
@@ -233,10 +234,10 @@ def _received(move: Relayout, mesh: DeviceMesh) -> int:
     return sum(sum(move.plan(coordinate, places).received) for coordinate in everyone) // len(everyone)
 
 
-def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
+def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta, about: object) -> torch.Tensor:
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     assert coordinate is not None
-    if move.axes and (call := running_call()) is not None:
+    if move.axes and about is None and (call := running_call()) is not None:
         notice_move(call.name, input.shape, lambda: _received(move, mesh) * input.dtype.itemsize)
     group, places = process_groups.submesh_group(mesh, move.axes) if move.axes else (None, (0,))
     order = sorted(range(len(result.shape)), key=lambda dim: result.stride[dim], reverse=True)
@@ -264,16 +265,20 @@ def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors
     arrived = None
     if group is not None:
         packed, *counts = simulation.per_rank(pack, shard, *coordinate)
-        arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group)
+        arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group, about)
     return simulation.per_rank(unpack, shard, arrived, *coordinate)
 
 
-def with_placements(input: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``input`` with other placements, Shard or Replicate, partial sums added up first; the same object if it has them."""
+def with_placements(input: DTensor, placements: Sequence[Placement], about: object = None) -> DTensor:
+    """``input`` with other placements, none of them Partial, partial sums added up first; the same object if it has them.
+
+    Args:
+        about: As for `relayout`.
+    """
     input = redistribution.reduce_partial(input)
     if tuple(placements) == tuple(input.placements):
         return input
-    return relayout(input, dtensors.meta(input), placements)
+    return relayout(input, dtensors.meta(input), placements, about)
 
 
 def viewed(input: DTensor, result: dtensors.Meta) -> DTensor:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from torchhalo.exchange import debug
+from torchhalo.ops import attention_cuts
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -79,6 +80,8 @@ class plain_as_replicated(TorchFunctionMode):
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
         if _any_plain((args, kwargs)):
             args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
+        if func in attention_cuts.INSTEAD and not torch.compiler.is_compiling():
+            return attention_cuts.INSTEAD[func](func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
