@@ -145,7 +145,10 @@ class _Counter(watching.Watcher):
             self.bytes["keys and values"] += int(each.tensor.numel() * size * share)
 
     def redistribution(self, each: watching.Redistribution) -> None:
-        """Partial sums of activations, which DTensor adds up: all on every rank, or each rank's share."""
+        """Partial sums of activations, which are added up: all on every rank, or each rank's share; not those of a sum itself."""
+        call = calls.running_call()
+        if call is not None and call.name == "sum":
+            return
         size = prod(map(int, each.shape)) * each.dtype.itemsize
         for axis, (before, after) in enumerate(zip(each.source, each.target, strict=True)):
             ranks = each.mesh.size(axis)

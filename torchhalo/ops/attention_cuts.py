@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.relayout import with_placements
-from torchhalo.torch_internals.grid_shard import GridShard
+from torchhalo.torch_internals.grid_shard import GridShard, at
 
 #: By how much the largest part may exceed an even one: the ranks wait for the one that computes most.
 UNEVEN = 1.1
@@ -71,11 +71,6 @@ class _Tensor(NamedTuple):
     def cut_along(self, letters: dict[int, str]) -> DTensor:
         """The tensor with some axes cutting the dims of these letters."""
         return self.moved({axis: Shard(self.letters.index(letter)) for axis, letter in letters.items()})
-
-
-def _at(placement: Any, dim: int) -> Placement:
-    """The same cut of another dim."""
-    return placement.at(dim) if isinstance(placement, GridShard) else Shard(dim)
 
 
 def attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +137,7 @@ def multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(args[0], first, second) if len(args) == 3 else func(first, second)
 
     queries, keys, values = first.cuts(rows), second.cuts(columns), second.cuts(sums)
-    if queries and [(axis, _at(p, 0)) for axis, p in queries.items()] == [(axis, _at(p, 0)) for axis, p in keys.items()]:
+    if queries and [(axis, at(p, 0)) for axis, p in queries.items()] == [(axis, at(p, 0)) for axis, p in keys.items()]:
         letters = _other_cuts([first, second], [queries, keys], shared)
         elements = [prod(map(int, each.tensor.shape)) for each in (first, second)]
         # the values will be like the keys, and the output like the queries
@@ -153,9 +148,9 @@ def multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     square = [row for row in rows if {first.size(row)} == {second.size(letter) for letter in sums}]
     if not values or scores.keys() != values.keys() or not square or first.cuts(sums) or _partial(first, second):
         return called(first.tensor, second.tensor)
-    moved = second.moved({axis: _at(p, second.letters.index(first.letter(p))) for axis, p in scores.items()})
+    moved = second.moved({axis: at(p, second.letters.index(first.letter(p))) for axis, p in scores.items()})
     out = _Tensor(called(first.tensor, moved), result)
-    return out.moved({axis: _at(p, result.index(square[-1])) for axis, p in values.items()})
+    return out.moved({axis: at(p, result.index(square[-1])) for axis, p in values.items()})
 
 
 def _product(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[_Tensor, _Tensor, str] | None:
