@@ -23,12 +23,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.gather_dim import gather_dim
 from torchhalo.exchange.gathers import notice_move
-from torchhalo.exchange.grids import Unfolded, fold, grid_placements, unfold, unfolded, unfolded_meta
+from torchhalo.exchange.grids import Unfolded, apart_layout, fold, grid_placements, unfold, unfolded, unfolded_meta
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
 from torchhalo.geometry import Box
 from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
+from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.calls import running_call
 from torchhalo.torch_internals.grid_shard import has_grid, is_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
@@ -281,25 +282,39 @@ def with_placements(input: DTensor, placements: Sequence[Placement], about: obje
     return relayout(input, dtensors.meta(input), placements, about)
 
 
-def viewed(input: DTensor, result: dtensors.Meta) -> DTensor:
-    """``input`` in the shape of ``result``, moved only where no placement has it that each rank keeps what it has."""
-    return relayout(input, result, viewed_placements(input, result.shape))
+class _View:
+    """A view of a tensor in another shape, as far as shapes tell it: its placements, and each rank's part if nothing moves."""
+
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, result: dtensors.Meta) -> None:
+        apart = unfolded(tuple(input.meta.shape), tuple(input.placements))
+        source = layout(apart.shape, mesh, apart.placements)
+        placements: Sequence[Placement] = _chunk_placements(apart, mesh.shape, tuple(result.shape))
+        if not Relayout(source, layout(result.shape, mesh, placements)).unmoved:
+            placements = grid_placements(source, apart.placements, tuple(result.shape)) or placements
+        self._dims, self._owned = apart_layout(result.shape, mesh, placements)
+        self.moves = not Relayout(source, self._owned).unmoved
+        self.result = dtensors.Result(mesh, placements, result)
+        self._shapes: dict[tuple[int, ...], list[int]] = {}
+
+    def part(self, shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        """The rank's part, if nothing moves."""
+        if coordinate not in self._shapes:
+            shape = self._owned.owned(coordinate).shape
+            self._shapes[coordinate] = [prod(shape[group.start : group.stop]) for group in self._dims]
+        return shard.reshape(self._shapes[coordinate])
 
 
-def viewed_placements(input: DTensor, shape: Sequence[int]) -> Sequence[Placement]:
-    """The placements of a view of ``input`` in ``shape``: such that nothing moves, if there are any."""
-    apart = unfold(input)
-    placements = view_placements(apart, shape)
-    if Relayout.of(apart, shape, placements).unmoved:
-        return placements
-    source = layout(apart.shape, apart.device_mesh, apart.placements)
-    return grid_placements(source, tuple(apart.placements), tuple(map(int, shape))) or placements
+def viewed(input: DTensor, result: dtensors.Meta) -> tuple[DTensor, bool]:
+    """``input`` in the shape of ``result``, moved only where no placement has it that each rank keeps what it has.
 
-
-def moves(input: DTensor, view: DTensor) -> bool:
-    """Whether any rank's part of ``view``, the same elements in another shape, is not its part of ``input``."""
-    sides = (unfolded(tuple(map(int, t.shape)), tuple(t.placements)) for t in (input, view))
-    return not Relayout(*(layout(side.shape, input.device_mesh, side.placements) for side in sides)).unmoved
+    Returns:
+        The view, and whether any rank's part of it is not its part of ``input``.
+    """
+    view = cached_on_mesh(input.device_mesh, _View, dtensors.signature(input), result)
+    coordinate = process_groups.coordinate(input.device_mesh)
+    if view.moves or coordinate is None:
+        return relayout(input, result, view.result.placements), view.moves
+    return view.result.wrap(simulation.per_rank(view.part, dtensors.local(input), *coordinate)), False
 
 
 def without_grids(tensor: DTensor) -> DTensor:

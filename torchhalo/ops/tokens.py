@@ -317,5 +317,5 @@ def _folded(op: handlers.Op, out: Any, call: _Call, args: tuple[Any, ...], kwarg
         outs = [call.given.get(id(each), each) for each in outs]
     else:
         metas = (fake_tensors.plain_view(op, *args),) if op in _VIEWS else fake_tensors.plain_result(op, *args, **kwargs)
-        outs = [viewed(each, meta) if isinstance(each, DTensor) else each for each, meta in zip(outs, metas, strict=True)]
+        outs = [viewed(each, meta)[0] if isinstance(each, DTensor) else each for each, meta in zip(outs, metas, strict=True)]
     return outs[0] if not isinstance(out, (list, tuple)) else type(out)(outs)
