@@ -145,7 +145,7 @@ class _Counter(watching.Watcher):
             self.bytes["keys and values"] += int(each.tensor.numel() * size * share)
 
     def redistribution(self, each: watching.Redistribution) -> None:
-        """Partial sums of activations, which are added up: all on every rank, or each rank's share; not those of a sum itself."""
+        """Partial sums of products: all are added up on every rank, or each rank's share. Those of a sum are few."""
         call = calls.running_call()
         if call is not None and call.name == "sum":
             return
