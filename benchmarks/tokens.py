@@ -152,7 +152,7 @@ class _Counter(watching.Watcher):
         size = prod(map(int, each.shape)) * each.dtype.itemsize
         for axis, (before, after) in enumerate(zip(each.source, each.target, strict=True)):
             ranks = each.mesh.size(axis)
-            if before.is_partial() and not after.is_partial() and len(each.shape) > 2:
+            if before.is_partial() and not after.is_partial() and (each.op is not None or len(each.shape) > 2):
                 self.bytes["moved"] += (1 if isinstance(after, Shard) else 2) * size * (ranks - 1) // ranks
 
     def moves(self, event: gathers.Gather | gathers.Move) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from unittest import mock
@@ -207,7 +208,7 @@ class Block(nn.Module):
         self.project, self.out = nn.Conv2d(3, 24, 1), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.project(x).flatten(2).unflatten(1, (3, 4, 2)).transpose(-1, -2).unbind(1)
+        q, k, v = self.project(x).reshape(len(x), 3, 4, 2, -1).transpose(-1, -2).unbind(1)
         both = attend(q, k, v) + by_matmul(q, k, v)
         return self.out(both.transpose(1, 2).flatten(2))
 
@@ -232,6 +233,39 @@ def check_processes() -> None:
 
 def test_processes(pool) -> None:
     pool(2).run(check_processes)
+
+
+def test_streamed() -> None:
+    """One device as all ranks in turn."""
+    x = torch.randn(1, 3, 5, 7, dtype=torch.float64)
+    plain = Block().double()
+    streamed = torchhalo.stream(copy.deepcopy(plain), shards=2, progress=False)
+    for model in (plain, streamed):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(streamed(x), plain(x), rtol=0, atol=1e-12)
+    for got, want in zip(streamed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-11)
+
+
+def check_compiled() -> None:
+    """Compiled, keys and values travel: a graph has no functions to stand before."""
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    plain = Block().double()
+    model = torchhalo.parallelize(copy.deepcopy(plain), mesh, dims=3)
+    x = torch.randn(1, 3, 5, 7, dtype=torch.float64)
+    expected = plain(x)
+    expected.square().sum().backward()
+    result = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=0, atol=1e-11)
+    result.square().sum().backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_compiled(pool) -> None:
+    pool(2).run(check_compiled)
 
 
 def test_second_derivatives() -> None:

@@ -80,7 +80,7 @@ class plain_as_replicated(TorchFunctionMode):
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
         if _any_plain((args, kwargs)):
             args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
-        if func in attention_cuts.INSTEAD and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and func in attention_cuts.INSTEAD:
             return attention_cuts.INSTEAD[func](func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, DTensor) and out.is_complex():
