@@ -13,6 +13,7 @@ These functions stand before autograd, which keeps what has travelled: backward 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,15 +23,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.relayout import with_placements
+from torchhalo.torch_internals import overrides
 from torchhalo.torch_internals.grid_shard import GridShard, at
 
 #: By how much the largest part may exceed an even one: the ranks wait for the one that computes most.
 UNEVEN = 1.1
-
 #: What watchers of collectives are told that these are about.
 ATTENTION = "attention"
-
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 
 
 class _Moved(torch.autograd.Function):
@@ -73,15 +72,15 @@ class _Tensor(NamedTuple):
         return self.moved({axis: Shard(self.letters.index(letter)) for axis, letter in letters.items()})
 
 
-def attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attend(*args: Any, **kwargs: Any) -> Any:
     """`F.scaled_dot_product_attention`, with samples or heads cut where that sends less."""
     found = _fused(*args, **kwargs)
     if found is None:
-        return func(*args, **kwargs)
+        return F.scaled_dot_product_attention(*args, **kwargs)
     tensors, letters = found
     query, key, value = (each.cut_along(letters) for each in tensors)
     rest = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
-    out = func(query, key, value, *args[3:], **rest)
+    out = F.scaled_dot_product_attention(query, key, value, *args[3:], **rest)
     home = tensors[0].cuts("q")
     return _Tensor(out, "bhqd").moved(home)
 
@@ -117,7 +116,7 @@ def _fused(
     return (tensors, letters) if in_order or _less(sum(sizes) + out, sum(sizes[1:]), tensors, letters) else None
 
 
-def multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multiply(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A product of matrices: that of an attention that is written out with samples or heads cut, where that sends less.
 
     Queries times keys leaves the scores cut so; scores that are cut so, times values, give an output that is cut as the values.
@@ -212,9 +211,6 @@ def _less(there_and_back: int, keys: int, tensors: Sequence[_Tensor], letters: d
     return 2 * there_and_back < 3 * ranks * keys if training else there_and_back < ranks * keys
 
 
-#: Functions of torch, and what is called instead, with the function and its arguments.
-INSTEAD: dict[Callable[..., Any], Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
-    F.scaled_dot_product_attention: attend,
-    torch.einsum: multiply,
-    **dict.fromkeys(_MATMULS, multiply),
-}
+overrides.replace(F.scaled_dot_product_attention)(attend)
+for _func in (torch.einsum, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm):
+    overrides.replace(_func)(partial(multiply, _func))

@@ -11,7 +11,7 @@ import torch
 
 from torchhalo.exchange.ring import visible
 from torchhalo.geometry import Box, Span
-from torchhalo.kernels import attention, random_numbers
+from torchhalo.kernels import attention, draws, random_numbers
 from torchhalo.torch_internals import handlers
 
 aten = torch.ops.aten
@@ -225,9 +225,9 @@ class WrittenOut(NamedTuple):
         def kept(start: int, stop: int) -> torch.Tensor:
             batch, heads, queries = part.rows.spans
             rows = Span(queries.start + start, queries.start + stop)
-            bits = random_numbers.bits_of(Box((batch, heads, rows, part.keys)), self.shape, seed)
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            drawn = random_numbers.bernoulli(bits, torch.bool, 1 - self.dropout).to(dtype)
+            box = Box((batch, heads, rows, part.keys))
+            drawn = query.new_empty(box.shape, dtype=torch.promote_types(query.dtype, torch.float32))
+            draws.fill(drawn, random_numbers.bernoulli, draws.Part(box, self.shape, seed), 1 - self.dropout)
             return drawn.mul_(1 / (1 - self.dropout)) if self.dropout < 1 else drawn
 
         return None if part.all_visible else partial(part.hidden, query.device), kept

@@ -131,7 +131,8 @@ class Attention:
             seed = [dtensors.local(s) if isinstance(s, DTensor) else s for s in seeds]
         else:
             drawn = any(name in names for name in SEEDS)
-            seed = [randomness.seed_of(self.op, self.mesh, dtensors.local(self.query).device, None)] if drawn else []
+            device = dtensors.local(self.query).device
+            seed = [randomness.seed_of(self.op, self.mesh, device, None).to(device, non_blocking=True)] if drawn else []
         if not seed:
             raise NotImplementedError(
                 f"scaled_dot_product_attention: dropout_p (={self._dropout}) must be 0 for this kernel: "

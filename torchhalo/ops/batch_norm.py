@@ -271,7 +271,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     shards = dtensors.local(grad), dtensors.local(input)
     sums, mean, rstd = simulation.per_rank(summary, *shards, *statistics)
     add_up = training and mask[0]
-    sums = collectives.all_reduce(sums, over.mesh, over.axes) if add_up else sums
+    sums = collectives.all_reduce(sums, over.mesh, over.axes, in_place=True) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
         found[0] = program.grad.wrap(simulation.per_rank(finish, sums, *shards, local_as(weight, channels), mean, rstd))
