@@ -14,6 +14,7 @@ from harness import Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import MASKS, mask_of
+from test_ring_attention import check_streamed
 from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
@@ -236,15 +237,7 @@ def test_processes(pool) -> None:
 
 
 def test_streamed() -> None:
-    """One device as all ranks in turn."""
-    x = torch.randn(1, 3, 5, 7, dtype=torch.float64)
-    plain = Block().double()
-    streamed = torchhalo.stream(copy.deepcopy(plain), shards=2, progress=False)
-    for model in (plain, streamed):
-        model(x).square().sum().backward()
-    torch.testing.assert_close(streamed(x), plain(x), rtol=0, atol=1e-12)
-    for got, want in zip(streamed.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-11)
+    check_streamed(Block().double(), torch.randn(1, 3, 5, 7, dtype=torch.float64), 2)
 
 
 def check_compiled() -> None:

@@ -80,7 +80,7 @@ def attend(*args: Any, **kwargs: Any) -> Any:
     tensors, letters = found
     query, key, value = (each.cut_along(letters) for each in tensors)
     rest = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
-    out = F.scaled_dot_product_attention(query, key, value, *args[3:], **rest)
+    out: Any = F.scaled_dot_product_attention(query, key, value, *args[3:], **rest)
     home = tensors[0].cuts("q")
     return _Tensor(out, "bhqd").moved(home)
 
