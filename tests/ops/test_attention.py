@@ -130,6 +130,26 @@ def test_linear_attention_sends_partial_sums_alone(mesh: tuple[int, ...]) -> Non
         assert result.placements == (Shard(1),) * len(mesh)
 
 
+@pytest.mark.parametrize("ranks, tokens", [(2, 8), (3, 7), (4, 6)])
+def test_gradients_of_written_out_attention_are_shared_out(ranks: int, tokens: int) -> None:
+    """Those of keys and values are sums over the queries of all ranks, of which each rank gets its own tokens'."""
+
+    def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+
+    with simulated(ranks), torchhalo.strict():
+        mesh, cut = init_device_mesh(DEVICE, (ranks,)), [Shard(1)]
+        tensors = [torch.randn(2, tokens, 3, dtype=torch.float64, device=DEVICE) for _ in range(3)]
+        assert_parity(written_out, tensors, mesh, [cut] * 3)
+        sharded = [shard(t, mesh, cut).requires_grad_() for t in tensors]
+        out = written_out(*sharded)
+        with wire() as sent:
+            out.backward(out.detach())
+        assert [each.name for each in sent].count("reduce_scatter_tensor") == 2
+        assert not [each for each in sent if each.name == "all_reduce"]
+        assert all(list(t.grad.placements) == cut for t in sharded)
+
+
 class WrittenOut(nn.Module):
     """As older diffusion and segmentation models do it."""
 

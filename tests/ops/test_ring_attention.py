@@ -15,6 +15,7 @@ from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whol
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import MASKS, mask_of
+from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -336,25 +337,27 @@ def test_dropout_with_a_bias() -> None:
             assert_parity(function, [*x, bias], init_device_mesh(DEVICE, (3,)), [[Shard(2)]] * 3 + [[Replicate()]], 1e-11)
 
 
-class OverImage(torch.nn.Module):
+class OverImage(nn.Module):
     """Self-attention over all places of an image, as in the middle of an autoencoder."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = torch.nn.Conv2d(2, 12, 3, padding=1)
+        self.project = nn.Conv2d(2, 12, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in self.project(x).chunk(3, 1))
         return attend(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def test_streamed() -> None:
-    """One device as all ranks in turn: a block that goes on is a copy."""
-    x = torch.randn(1, 2, 7, 3, dtype=torch.float64)
-    plain = OverImage().double()
-    streamed = torchhalo.stream(copy.deepcopy(plain), shards=3, progress=False)
+def check_streamed(plain: nn.Module, x: torch.Tensor, shards: int) -> None:
+    """One device as all ranks in turn: what travels is a copy."""
+    streamed = torchhalo.stream(copy.deepcopy(plain), shards=shards, progress=False)
     for model in (plain, streamed):
         model(x).square().sum().backward()
     torch.testing.assert_close(streamed(x), plain(x), rtol=0, atol=1e-12)
     for got, want in zip(streamed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)
+
+
+def test_streamed() -> None:
+    check_streamed(OverImage().double(), torch.randn(1, 2, 7, 3, dtype=torch.float64), 3)
