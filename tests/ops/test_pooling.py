@@ -313,7 +313,7 @@ def test_channels_last_in_3d(name: str, in_parts: bool) -> None:
 
 
 def test_launches_of_a_gradient_that_is_folded() -> None:
-    """Indices moved, the kernel, what goes back packed, sent and added; the shard is written once, not filled with zeros first."""
+    """Indices moved, the kernel, what goes back packed, sent and added; the shard is written once, with no zeros before."""
     with still_line("cpu", 4) as mesh, torchhalo.enable():
         x = DTensor.from_local(torch.randn(1, 2, 8, 12), mesh, [Shard(2)], run_check=False).requires_grad_()
         y = F.max_pool2d(x, 3, 2, 1)
