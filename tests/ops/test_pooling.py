@@ -312,6 +312,15 @@ def test_channels_last_in_3d(name: str, in_parts: bool) -> None:
             assert_parity(lambda x, w=window: getattr(F, name)(x, *w), [x], mesh, [[Shard(dim)]], atol=ATOL)
 
 
+def test_launches_of_a_gradient_that_is_folded() -> None:
+    """Indices moved, the kernel, what goes back packed, sent and added; the shard is written once, with no zeros before."""
+    with still_line("cpu", 4) as mesh, torchhalo.enable():
+        x = DTensor.from_local(torch.randn(1, 2, 8, 12), mesh, [Shard(2)], run_check=False).requires_grad_()
+        y = F.max_pool2d(x, 3, 2, 1)
+        grad = torch.ones_like(y)
+        assert count_launches(lambda: torch.autograd.grad(y, x, grad, retain_graph=True)) == 6
+
+
 # Dtypes, modes, meshes, errors.
 
 SOME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

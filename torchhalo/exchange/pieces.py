@@ -57,7 +57,7 @@ def scatter_pieces(grad: torch.Tensor, task: Task, relations: Mapping[int, Piece
             continue
         grad = parts[0][1].clone() if whole else grad.new_zeros(shape)
         for cut, part in parts[whole:]:
-            grad[_along(dim, cut)] += part
+            grad[_along(dim, cut)].add_(part)
     return grad
 
 

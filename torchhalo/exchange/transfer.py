@@ -96,7 +96,7 @@ def fold(
         out = rest(plan, coordinate, kept, *tensors)
         back = collectives.wait(back)
         for box, values in zip(plan.sends, _unpacked(back, out, exchange, plan.sends, order), strict=True):
-            out[index(exchange, box, plan.owned)] += values
+            out[index(exchange, box, plan.owned)].add_(values)  # `+=` also asks for a copy onto itself
         return out if back.numel() else depend_on(out, back)
 
     kept, packed, *counts = simulation.per_rank(pack, tensors, coordinate)
@@ -114,8 +114,11 @@ def cut_own(region: torch.Tensor, exchange: Exchange, plan: Plan, exact: bool) -
     frame = plan.exact if exact else plan.needs
     if not exchange.needed() and frame in (plan.owned, as_grid(plan.owned)):
         return region
-    out = empty(region, resized(region.shape, exchange.dims, plan.owned.shape)).zero_()
-    for own in common(plan.owned, frame):
+    out = empty(region, resized(region.shape, exchange.dims, plan.owned.shape))
+    found = common(plan.owned, frame)
+    if sum(own.size for own in found) < plan.owned.size:
+        out.zero_()
+    for own in found:
         out[index(exchange, own, plan.owned)] = region[index(exchange, own, frame)]
     return out
 

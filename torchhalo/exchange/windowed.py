@@ -181,5 +181,5 @@ def _gathered(box: Box, found: Sequence[tuple[Box, torch.Tensor]], exchange: Exc
     like = meeting[0][1]
     out = empty(like, resized(like.shape, exchange.dims, box.shape)).zero_()
     for region, values, common in meeting:
-        out[index(exchange, common, box)] += values[index(exchange, common, region)]
+        out[index(exchange, common, box)].add_(values[index(exchange, common, region)])
     return out
