@@ -56,6 +56,7 @@ def _default_to_device() -> None:
     """Make tensors on the GPU if nothing else is said; what generators of the CPU draw is drawn there first."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_default_device(DEVICE)
+    torch.empty(0, device="cpu")  # torch lists what makes tensors when it is asked first, and is to list its own functions
 
     def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(draw)

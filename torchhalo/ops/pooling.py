@@ -349,6 +349,8 @@ def avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     windows = average.pool.windows(input.ndim)
     divisor = average.common_divisor(windows, input.shape, grad.shape)
     format = memory_format(result.shape, result.stride)
+    if grad.device.type == "cuda" and any(average.pool.padding):
+        format = torch.contiguous_format  # torch's gradient of channels-last images leaves the padding out, on a GPU
 
     def kernel(grad: torch.Tensor, task: Task) -> torch.Tensor:
         if not grad.numel():
