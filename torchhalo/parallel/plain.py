@@ -126,7 +126,9 @@ switch.when_disabled.append(_forbid)
 def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` with DTensors and, if their mesh permits that, plain tensors."""
     if func is torch.Tensor.numpy:
-        return _as_array(*args, **kwargs)
+        return _known_to_all("numpy", args[0]).numpy(**kwargs)
+    if func is torch.Tensor.as_subclass:
+        return _known_to_all(args[1].__name__, args[0]).as_subclass(args[1])
     if func in _AS_THEY_ARE or not _any_plain((args, kwargs)):
         return func(*args, **kwargs)
     mesh = _mesh((args, kwargs))
@@ -139,14 +141,14 @@ def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         dtensors.replicate_implicitly(before)
 
 
-def _as_array(tensor: DTensor, **kwargs: Any) -> Any:
-    """What metrics that leave torch for NumPy, SciPy or C++ compute with: only what all ranks have anyway."""
+def _known_to_all(name: str, tensor: DTensor) -> torch.Tensor:
+    """What is known to all ranks anyway, for metrics that leave torch for NumPy, SciPy or another kind of tensor."""
     if any(placement != Replicate() for placement in tensor.placements):
         raise TypeError(
-            f"numpy: each rank has a part of this tensor of shape {tuple(tensor.shape)}; call `tensor.full_tensor()` first, "
+            f"{name}: each rank has a part of this tensor of shape {tuple(tensor.shape)}; call `tensor.full_tensor()` first, "
             "which gathers all of it on every rank (metrics of surfaces and rankings need that)"
         )
-    return dtensors.local(tensor).numpy(**kwargs)
+    return tensor.to_local() if tensor.requires_grad else dtensors.local(tensor)
 
 
 def _mix(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, shares: bool) -> Any:
