@@ -193,6 +193,7 @@ def check_losses(library: str) -> int:
 OF_DISTANCES = ("BoundaryLoss", "HausdorffDTLoss", "LogHausdorffDTLoss")
 
 
+@pytest.mark.slow
 def test_every_loss_is_tried() -> None:
     import monai.losses
     import segmentation_models_pytorch.losses as smp

@@ -14,29 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import mesh_of
+from test_criteria import BINARY, GENERATOR, LABELS, LOGITS, ONE_HOT, YES, classes, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import torchhalo
 
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def values(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def classes(limit: int, *shape: int) -> torch.Tensor:
-    return torch.randint(limit, shape, generator=GENERATOR)
-
-
-def whole(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
-
-
-LOGITS, BINARY = values(2, 3, 11, 8), values(2, 1, 11, 8)
-LABELS, YES = classes(3, 2, 1, 11, 8), classes(2, 2, 1, 11, 8)
-ONE_HOT = F.one_hot(LABELS[:, 0], 3).movedim(-1, 1)
 IMAGES = torch.randn(2, 2, 3, 33, 32, generator=GENERATOR).sigmoid()
 SEGMENTED = F.one_hot(LOGITS.argmax(1), 3).movedim(-1, 1)
 LARGE = torch.rand(2, 1, 1, 48, 44, generator=GENERATOR)
@@ -213,6 +195,7 @@ UNTRIED = {
 OF_SURFACES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Metric .* will save all targets")
 def test_every_metric_is_tried() -> None:
     import monai.metrics

@@ -292,12 +292,13 @@ def _sent_home(
     mesh = input.device_mesh
     if done := dtensors.non_member_result(input, [result], [placements]):
         return done[0]
-    into, *shards = (
+    into, values, indices = (
         dtensors.local(redistribution.redistribute(each, placements))
         for each in (redistribution.reduce_partial(input), source, index)
     )
     wrong = f"index {{}} is out of bounds for dimension {dim} with size {result.shape[dim]}"
-    out = addressed.scatter(*shards, Addresses(layout(result.shape, mesh, placements), (dim,)), mesh, wrong, into)
+    addresses = Addresses(layout(result.shape, mesh, placements), (dim,))
+    out = addressed.scatter(values, indices, addresses, mesh, wrong, into)
     return dtensors.wrap(laid_out(out, result), mesh, placements, result)
 
 

@@ -94,8 +94,8 @@ def sort(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
         packed, *counts = simulation.per_rank(pack, *found, coordinate, turn)
         arrived = collectives.all_to_all(packed, counts, counts, group)
         found = simulation.per_rank(merge, *found, arrived, coordinate, turn)
-    found = simulation.per_rank(crop, *found, coordinate)
-    return tuple(dtensors.wrap(shard, mesh, input.placements, result) for shard, result in zip(found, results, strict=True))
+    shards = simulation.per_rank(crop, *found, coordinate)
+    return tuple(dtensors.wrap(shard, mesh, input.placements, result) for shard, result in zip(shards, results, strict=True))
 
 
 def _chunks(size: int, count: int) -> list[Span]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from torchhalo.exchange import debug
+from torchhalo.parallel.structures import tensors_in
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -25,6 +26,8 @@ from torchhalo.torch_internals import (
     tracing,
     watching,
 )
+
+aten = torch.ops.aten
 
 
 class plain_as_replicated(TorchFunctionMode):
@@ -163,7 +166,8 @@ def _mix(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if placements is None:
         args, kwargs = _each(lambda tensor: _whole(tensor, _name(func)), (args, kwargs))
         return func(*args, **kwargs)
-    sharded = redistribution.redistribute(_Replicate(_name(func), mesh, shares=False)(written), placements).clone()
+    sharded = aten.clone(redistribution.redistribute(_Replicate(_name(func), mesh, shares=False)(written), placements))
+    assert isinstance(sharded, DTensor)
     if written is kwargs.get("out"):
         sharded.copy_(_mix(func, args, {name: kwargs[name] for name in kwargs.keys() - {"out"}}, mesh, shares))
     else:
@@ -178,19 +182,21 @@ def _taken(written: torch.Tensor, arguments: Any, mesh: DeviceMesh) -> list[Plac
 
     A larger one, such as an image that is put together from tiles, stays plain.
     """
-    tensors: list[torch.Tensor] = []
-    _each(lambda tensor: tensors.append(tensor) or tensor, arguments)
+    tensors = tensors_in(arguments)
     if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or not stand_ins.replaceable(written):
         return None
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for tensor in tensors:
-        for axis, p in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if not isinstance(tensor, DTensor):
+            continue
+        for axis, p in enumerate(tensor.placements):
             if p == Replicate() or p.is_partial():
                 continue
-            more = written.ndim - tensor.ndim
-            # A mask may lack the last dims, what is broadcast the first ones.
-            dims = [dim for dim in (p.dim + more, p.dim) if 0 <= dim < written.ndim] if type(p) is Shard else []
-            dims = [dim for dim in dims if written.shape[dim] == tensor.shape[p.dim]]
+            if type(p) is not Shard or tensor.device_mesh != mesh:
+                return None
+            # What is broadcast may lack the first dims, a mask the last ones.
+            places = (p.dim + written.ndim - tensor.ndim, p.dim)
+            dims = [dim for dim in places if 0 <= dim < written.ndim and written.shape[dim] == tensor.shape[p.dim]]
             if not dims:
                 return None
             placements[axis] = Shard(dims[0])

@@ -25,7 +25,7 @@ class StandIn(torch.Tensor):
     @staticmethod
     def __new__(cls, value: DTensor) -> StandIn:
         """In the place of ``value``, which carries no gradient."""
-        settings = {"strides": value.stride(), "dtype": value.dtype, "device": value.device}
+        settings: dict[str, Any] = {"strides": value.stride(), "dtype": value.dtype, "device": value.device}
         stand_in: StandIn = torch.Tensor._make_wrapper_subclass(cls, value.shape, **settings)  # type: ignore[attr-defined]
         stand_in._value = value
         return stand_in
@@ -33,7 +33,7 @@ class StandIn(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         return getattr(value_of(self), name)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Of this rank's part, as DTensor's: only some ranks may print."""
         return repr(value_of(self))
 
@@ -81,7 +81,8 @@ def replaceable(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     # The second user of the storage is the object that we ask. One that NumPy knows too cannot be resized.
-    return storage.resizable() and tensor._use_count() == 1 and torch._C._storage_Use_Count(storage._cdata) == 2
+    users: int = tensor._use_count()  # type: ignore[attr-defined]
+    return storage.resizable() and users == 1 and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def replace(tensor: torch.Tensor, value: DTensor) -> None:
