@@ -160,13 +160,21 @@ def find_route(addresses: Addresses, indices: torch.Tensor, mesh: DeviceMesh, me
     return Route(keys, mine, away, agreed[: len(places)], agreed[len(places) :], group)
 
 
-def scatter(values: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, message: str) -> torch.Tensor:
-    """This rank's shard of a tensor of zeros in which each value is where its index says; of several at one place, any.
+def scatter(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    addresses: Addresses,
+    mesh: DeviceMesh,
+    message: str,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's shard of a tensor in which each value is where its index says; of several at one place, any.
 
     Args:
         values, indices: This rank's, of one shape.
         addresses: Of the result.
         message: As in `find_route`.
+        into: The rank's shard of what has the other elements; zeros, if not given.
     """
     route = find_route(addresses, indices, mesh, message)
     coordinate = process_groups.coordinate(mesh)
@@ -180,17 +188,20 @@ def scatter(values: torch.Tensor, indices: torch.Tensor, addresses: Addresses, m
         mine: torch.Tensor,
         others: torch.Tensor,
         theirs: torch.Tensor,
+        into: torch.Tensor | None,
         coordinate: tuple[int, ...],
     ) -> torch.Tensor:
         shape = addresses.layout.owned(coordinate).shape
         out = values.new_zeros(prod(shape) + 1)  # the last for what is not mine
+        if into is not None:
+            out[:-1].view(shape).copy_(into)
         out[torch.where(mine, addresses.positions(keys, coordinate), prod(shape))] = values.flatten()
         out[addresses.positions(collectives.wait(theirs), coordinate)] = collectives.wait(others)
         return out[:-1].view(shape)
 
     packed = simulation.per_rank(pack, values, route.keys, route.away)
     others, theirs = (route.send(each) for each in packed)
-    return simulation.per_rank(place, values, route.keys, route.mine, others, theirs, coordinate)
+    return simulation.per_rank(place, values, route.keys, route.mine, others, theirs, into, coordinate)
 
 
 def gather(shard: torch.Tensor, indices: torch.Tensor, addresses: Addresses, mesh: DeviceMesh, message: str) -> torch.Tensor:

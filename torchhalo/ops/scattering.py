@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.exchange import gathers
+from torchhalo.exchange import addressed, gathers
+from torchhalo.exchange.addressed import Addresses
 from torchhalo.exchange.broadcasting import aligned, moved, own_placements, shared_placements
 from torchhalo.exchange.gather_dim import padded
 from torchhalo.exchange.layout import layout
@@ -218,8 +219,9 @@ def index_add(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     aten.scatter_.src,
     aten.scatter_.value,
     traffic="nothing for what is added: the result is Partial if the indices are sharded along the dim that they name; "
-    "what is written goes to the owners of other dims",
-    limits="what is written, not added, is gathered along the dim that the indices name, if the tensor is sharded along it",
+    "what is written goes to the owners of its places",
+    limits="what is written, not added, along the dim that the indices name, if that is sharded: the host waits for the "
+    "indices, and of values with one index any is kept; in place, or under torch.compile, it is gathered",
 )
 def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Handler of ``aten.scatter_add``, the gradient of `gather`, where each rank adds what it has, and of ``aten.scatter``."""
@@ -238,6 +240,11 @@ def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     tensors = [_cropped(each if add else redistribution.reduce_partial(each), index.shape) for each in tensors]
     fits = [other != dim and index.shape[other] == size for other, size in enumerate(input.shape)]
     named = shared_placements(index.shape, [index, *tensors])
+    home = [Shard(dim) if name == Shard(dim) else held for held, name in zip(input.placements, named, strict=True)]
+    kept = all(not isinstance(held, Shard) or held == p for held, p in zip(input.placements, home, strict=True))
+    writes = bool(tensors) and not add and not in_place and not tracing.is_tracing()
+    if writes and kept and Shard(dim) in named and all(fits[:dim] + fits[dim + 1 :]):
+        return _sent_home(input, dim, index, tensors[0], home, result)
     summands = tensors[0].placements if tensors else named
     cut: list[Placement] = []
     parts: list[Placement] = []
@@ -276,6 +283,23 @@ def scatter(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
 
     values = [] if tensors else [source]
     return _combined(input, parts, kernel, [dtensors.local(aligned(index, points, index.shape)), *shards], in_place, result)
+
+
+def _sent_home(
+    input: DTensor, dim: int, index: DTensor, source: DTensor, placements: Sequence[Placement], result: dtensors.Meta
+) -> DTensor:
+    """A scatter of what is cut along ``dim``, such as the gradient of `sort`: each value goes to the owner of its place."""
+    mesh = input.device_mesh
+    if done := dtensors.non_member_result(input, [result], [placements]):
+        return done[0]
+    into, values, indices = (
+        dtensors.local(redistribution.redistribute(each, placements))
+        for each in (redistribution.reduce_partial(input), source, index)
+    )
+    wrong = f"index {{}} is out of bounds for dimension {dim} with size {result.shape[dim]}"
+    addresses = Addresses(layout(result.shape, mesh, placements), (dim,))
+    out = addressed.scatter(values, indices, addresses, mesh, wrong, into)
+    return dtensors.wrap(laid_out(out, result), mesh, placements, result)
 
 
 def _cropped(source: DTensor, shape: Sequence[int]) -> DTensor:

@@ -22,7 +22,7 @@ from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
 from torchhalo.parallel.structures import mapped, ordinary, tensors_in, without_grids
-from torchhalo.torch_internals import collectives, dtensors, process_groups, switch
+from torchhalo.torch_internals import collectives, dtensors, process_groups, stand_ins, switch
 
 Inputs = Literal["whole", "shard"]
 Outputs = Literal["sharded", "whole"]
@@ -171,6 +171,7 @@ class Edges:
             self._agreed.add(descriptions)
 
     def _sharded(self, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+        tensor = stand_ins.value_of(tensor)
         if isinstance(tensor, DTensor) or tensor.ndim != dims or dims < 3:
             return tensor
         if self.inputs == "whole":

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from torchhalo.exchange import debug
+from torchhalo.parallel.structures import tensors_in
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -19,10 +21,13 @@ from torchhalo.torch_internals import (
     process_groups,
     redistribution,
     simulation,
+    stand_ins,
     switch,
     tracing,
     watching,
 )
+
+aten = torch.ops.aten
 
 
 class plain_as_replicated(TorchFunctionMode):
@@ -30,9 +35,13 @@ class plain_as_replicated(TorchFunctionMode):
 
     Every rank must hold the same values; with ``TORCHHALO_DEBUG=1`` in the environment that is compared, at the cost of a
     collective per tensor, and a difference raises. A plain tensor that requires a gradient gets a plain one, the whole of it on
-    every rank. A DTensor that is written to a plain tensor is made whole for that: a gather, if it is sharded. But a complex
-    tensor that is made here, such as ``torch.zeros(shape, dtype=torch.cfloat)``, is a DTensor, sharded as the last complex one
-    with as many dims: models write the modes that they keep into such ones. Contexts nest.
+    every rank. Contexts nest.
+
+    A plain tensor that a sharded one is written to becomes sharded too, such as the zeros that a library scatters labels into.
+    One that is larger along the sharded dims, of which something else knows the elements (a view, an array), or to which a
+    gradient is written, stays plain; what is written to it is made whole, a gather. And a complex tensor that is made here,
+    such as ``torch.zeros(shape, dtype=torch.cfloat)``, is a DTensor, sharded as the last complex one with as many dims: models
+    write the modes that they keep into such ones.
 
     After `parallelize` the same holds everywhere in eager code, but for the complex tensors, on the mesh of the model: a loss
     may be called with sharded predictions and plain labels. Elsewhere mixing raises.
@@ -77,9 +86,8 @@ class plain_as_replicated(TorchFunctionMode):
         mesh = None if func in _AS_THEY_ARE else _mesh((args, kwargs))
         if mesh is None:
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
-        if _any_plain((args, kwargs)):
-            args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
-        out = func(*args, **kwargs) if torch.compiler.is_compiling() else overrides.call(func, args, kwargs)
+        mixed = _any_plain((args, kwargs))
+        out = _mix(func, args, kwargs, mesh, self._shares) if mixed else overrides.call(func, args, kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
             if known is None or known.placements != out.placements or known.device_mesh != out.device_mesh:
@@ -122,13 +130,14 @@ switch.when_disabled.append(_forbid)
 def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` with DTensors and, if their mesh permits that, plain tensors."""
     if func is torch.Tensor.numpy:
-        return _as_array(*args, **kwargs)
+        return _known_to_all("numpy", args[0]).numpy(**kwargs)
+    if func is torch.Tensor.as_subclass:
+        return _known_to_all(args[1].__name__, args[0]).as_subclass(args[1])
     if func in _AS_THEY_ARE or not _any_plain((args, kwargs)):
         return overrides.call(func, args, kwargs)
     mesh = _mesh((args, kwargs))
     if mesh is not None and mesh in _permitted:
-        args, kwargs = _alike(func, args, kwargs, mesh, shares=False)
-        return overrides.call(func, args, kwargs)
+        return _mix(func, args, kwargs, mesh, shares=False)
     before = dtensors.replicate_implicitly(False)
     try:
         return func(*args, **kwargs)
@@ -136,24 +145,63 @@ def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         dtensors.replicate_implicitly(before)
 
 
-def _as_array(tensor: DTensor, **kwargs: Any) -> Any:
-    """What metrics that leave torch for NumPy, SciPy or C++ compute with: only what all ranks have anyway."""
+def _known_to_all(name: str, tensor: DTensor) -> torch.Tensor:
+    """What is known to all ranks anyway, for metrics that leave torch for NumPy, SciPy or another kind of tensor."""
     if any(placement != Replicate() for placement in tensor.placements):
         raise TypeError(
-            f"numpy: each rank has a part of this tensor of shape {tuple(tensor.shape)}; call `tensor.full_tensor()` first, "
+            f"{name}: each rank has a part of this tensor of shape {tuple(tensor.shape)}; call `tensor.full_tensor()` first, "
             "which gathers all of it on every rank (metrics of surfaces and rankings need that)"
         )
-    return dtensors.local(tensor).numpy(**kwargs)
+    return tensor.to_local() if tensor.requires_grad else dtensors.local(tensor)
 
 
-def _alike(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, shares: bool
-) -> tuple[Any, Any]:
-    """The arguments with plain tensors as replicated DTensors; or, where ``func`` writes to a plain one, all of them whole."""
+def _mix(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, shares: bool) -> Any:
+    """Call ``func`` with plain tensors as replicated DTensors; or, where it writes to a plain one, as that one can take it."""
+    if not torch.compiler.is_compiling():
+        args, kwargs = _each(stand_ins.value_of, (args, kwargs))
     written = _written(func, args, kwargs)
-    if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
-        return _each(lambda tensor: _whole(tensor, _name(func)), (args, kwargs))
-    return _each(_Replicate(_name(func), mesh, shares), (args, kwargs))
+    if not isinstance(written, torch.Tensor) or isinstance(written, DTensor):
+        args, kwargs = _each(_Replicate(_name(func), mesh, shares), (args, kwargs))
+        return overrides.call(func, args, kwargs)
+    placements = None if torch.compiler.is_compiling() else _taken(written, (args, kwargs), mesh)
+    if placements is None:
+        args, kwargs = _each(lambda tensor: _whole(tensor, _name(func)), (args, kwargs))
+        return func(*args, **kwargs)
+    sharded = aten.clone(redistribution.redistribute(_Replicate(_name(func), mesh, shares=False)(written), placements))
+    assert isinstance(sharded, DTensor)
+    if written is kwargs.get("out"):
+        sharded.copy_(_mix(func, args, {name: kwargs[name] for name in kwargs.keys() - {"out"}}, mesh, shares))
+    else:
+        args, kwargs = _each(lambda tensor: sharded if tensor is written else tensor, (args, kwargs))
+        _mix(func, args, kwargs, mesh, shares)
+    stand_ins.replace(written, sharded)
+    return sharded
+
+
+def _taken(written: torch.Tensor, arguments: Any, mesh: DeviceMesh) -> list[Placement] | None:
+    """How a plain tensor is sharded by what is written to it: along dims of their size; None if it must stay plain.
+
+    A larger one, such as an image that is put together from tiles, stays plain.
+    """
+    tensors = tensors_in(arguments)
+    if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or not stand_ins.replaceable(written):
+        return None
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            continue
+        for axis, p in enumerate(tensor.placements):
+            if p == Replicate() or p.is_partial():
+                continue
+            if type(p) is not Shard or tensor.device_mesh != mesh:
+                return None
+            # What is broadcast may lack the first dims, a mask the last ones.
+            places = (p.dim + written.ndim - tensor.ndim, p.dim)
+            dims = [dim for dim in places if 0 <= dim < written.ndim and written.shape[dim] == tensor.shape[p.dim]]
+            if not dims:
+                return None
+            placements[axis] = Shard(dims[0])
+    return placements if any(p != Replicate() for p in placements) else None
 
 
 def _whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -171,7 +219,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _mesh(arguments: Any) -> DeviceMesh | None:
     """The mesh of the first DTensor among ``arguments``."""
-    if isinstance(arguments, DTensor):
+    if isinstance(arguments, (DTensor, stand_ins.StandIn)):
         return arguments.device_mesh
     if isinstance(arguments, dict):
         arguments = arguments.values()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchhalo.exchange.memory import laid_out
 from torchhalo.exchange.relayout import chunked
-from torchhalo.torch_internals import dtensors, redistribution
+from torchhalo.torch_internals import dtensors, redistribution, stand_ins
 from torchhalo.torch_internals.grid_shard import is_grid
 
 
@@ -76,11 +76,13 @@ def _tensors(value: Any, around: tuple[int, ...] | None) -> list[torch.Tensor]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor with all of a DTensor; any other as it is."""
+    tensor = stand_ins.value_of(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """As `whole`, a tensor like those that a plain model returns: with memory of its own, the strides of the whole, no view."""
+    tensor = stand_ins.value_of(tensor)
     if not isinstance(tensor, DTensor) or torch.compiler.is_compiling():
         return whole(tensor)
     return _Ordinary.apply(tensor)
@@ -102,7 +104,11 @@ class _Ordinary(torch.autograd.Function):
 
 
 def without_grids(output: Any) -> Any:
-    """``output`` with all tensors in placements of torch's own; not in a compiled graph, which cannot look at them."""
-    if torch.compiler.is_compiling() or not any(map(is_grid, tensors_in(output, objects=True))):
+    """``output`` with DTensors in placements of torch's own; not in a compiled graph, which cannot look at them."""
+    if torch.compiler.is_compiling() or not any(map(_unusual, tensors_in(output, objects=True))):
         return output
-    return mapped(chunked, output, objects=True)
+    return mapped(lambda tensor: chunked(stand_ins.value_of(tensor)), output, objects=True)
+
+
+def _unusual(tensor: torch.Tensor) -> bool:
+    return is_grid(tensor) or isinstance(tensor, stand_ins.StandIn)
