@@ -16,7 +16,6 @@ import torchhalo
 from benchmarks.common import Row
 from benchmarks.model_cases import CASES
 
-
 #: How far from the plain model, relative to the largest value; float32 may be computed in TF32.
 WITHIN = {torch.float64: 1e-9, torch.float32: 0.01, torch.bfloat16: 0.05}
 
