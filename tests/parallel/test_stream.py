@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks import one_device_smoke
 from models.streaming import result
 from models.zoo import ZOO
 from torchhalo.ops import randomness
-from torchhalo.parallel.streaming import overlap, prepare, schedule, stream
+from torchhalo.parallel.streaming import host, overlap, prepare, schedule, stream
 from torchhalo.parallel.streaming.stream import size_of
 from torchhalo.tools.observe import Case, observe
 
@@ -215,6 +216,53 @@ def test_nothing_is_used_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch
     plain, streamed = plain_and_streamed(Net(), shards=3)
     assert_same(step(streamed, x), step(plain, x))
     assert [each for each in hosts if not each.saving and not each.loading] == hosts
+
+
+class FakeStream:
+    """Notes for what it waits; what is asked of it is done at once."""
+
+    def __init__(self, device: object = None) -> None:
+        self.waits: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waits.append(other)
+
+    wait_event = wait_stream
+
+
+class FakeEvent:
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+
+def test_pinned_memory_is_lent_after_the_copies_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy waits for computation before it, and for the last copy of its memory; computation waits for what it needs."""
+    compute = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    held = host.Pinned(torch.device("cpu"), host.Blocks(pinned=False))
+    values = [torch.randn(host.Blocks.LARGE // 4 + 77), torch.randn(100), torch.randn(0)]
+    for key, value in enumerate(values):
+        held.save(key, value.untyped_storage())
+    saved = dict(held._saving)
+    held.wait(0, reading=True)
+    assert not compute.waits, "a copy from it does not keep a kernel from reading it"
+    held.wait(0)
+    assert compute.waits == [saved[0]]
+    for key, value in enumerate(values):
+        loaded = torch.zeros_like(value)
+        assert held.load(key, loaded.untyped_storage()) and torch.equal(loaded, value)
+    assert held._inward.waits == [compute, saved[0], compute, saved[1], compute]
+    loading = dict(held._loading)
+    held.wait(1, reading=True)
+    assert compute.waits[1:] == [loading[1]]
+    held.forget(1)
+    held.save("other", values[1].untyped_storage())
+    assert held._outward.waits[-2:] == [compute, loading[1]], "its memory was that of 1"
+    assert not held.load(1, values[1].untyped_storage())
+    held.close()
 
 
 @pytest.mark.slow
