@@ -1,8 +1,9 @@
 """What hybrids of convolutions and tokens send in a training step, by what it is for; nothing is computed.
 
 Each model takes one step on shapes alone, as the first of the ranks that cut its last dim. `halos` are what windows and rolls
-read of other ranks, `keys and values` what attention reads and the gradients that go home, `moved` what goes from one sharding
-to another or is gathered: the first two are the least that can be, the third is what a better layout would save.
+read of other ranks, `keys and values` what attention reads, or shares out by samples or heads, and the gradients that go home.
+`moved` is what else goes from one sharding to another or is gathered, and partial sums of activations: what a better layout
+would save.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import argparse
 import sys
 from collections import Counter
 from importlib import import_module
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from benchmarks import common
 from benchmarks.common import Column, Record, Row, key
 from torchhalo.exchange import gathers
 from torchhalo.exchange.plan import Exchange
+from torchhalo.ops.attention_cuts import ATTENTION
 from torchhalo.tools.fake_run import observe_rank
 from torchhalo.torch_internals import calls, watching
 
@@ -129,14 +133,27 @@ class _Counter(watching.Watcher):
     def collective(self, each: watching.Collective) -> None:
         call, size, ranks = calls.running_call(), each.tensor.element_size(), each.group.size()
         name = "" if call is None else call.name
-        attends = name in PRODUCTS or "attention" in name
+        attends = name in PRODUCTS or "attention" in name or each.about == ATTENTION
         if each.kind == "all_to_all" and isinstance(each.about, Exchange):
             self.bytes["halos"] += sum(each.sent) * size
         elif attends and each.kind == "all_to_all":
             self.bytes["keys and values"] += sum(each.sent) * size
+        elif each.kind == "all_to_all" and call is None:
+            self.bytes["moved"] += sum(each.sent) * size
         elif attends and each.kind in ("all_gather", "reduce_scatter"):
             share = ranks - 1 if each.kind == "all_gather" else (ranks - 1) / ranks
             self.bytes["keys and values"] += int(each.tensor.numel() * size * share)
+
+    def redistribution(self, each: watching.Redistribution) -> None:
+        """Partial sums of products: all are added up on every rank, or each rank's share. Those of a sum are few."""
+        call = calls.running_call()
+        if call is not None and call.name == "sum":
+            return
+        size = prod(map(int, each.shape)) * each.dtype.itemsize
+        for axis, (before, after) in enumerate(zip(each.source, each.target, strict=True)):
+            ranks = each.mesh.size(axis)
+            if before.is_partial() and not after.is_partial() and (each.op is not None or len(each.shape) > 2):
+                self.bytes["moved"] += (1 if isinstance(after, Shard) else 2) * size * (ranks - 1) // ranks
 
     def moves(self, event: gathers.Gather | gathers.Move) -> None:
         """A gather for a product that DTensor computes is of keys and values too."""

@@ -1,4 +1,7 @@
-"""Many ranks for the tests: simulated in this process (LocalTensor mode), or gloo processes that are kept between tests."""
+"""Many ranks for the tests: simulated in this process (LocalTensor mode), or processes that are kept between tests.
+
+With ``TORCHHALO_TEST_DEVICE=cuda`` simulated ranks are on the GPU, and the processes are ranks of NCCL that share it.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,45 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import torchhalo
 from torchhalo.exchange import parts
+from torchhalo.tools import launch
 from torchhalo.torch_internals import dtensors, simulation
 from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 
 TIMEOUT = 300
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
-#: The gloo ranks are forked from a process that has imported these and done nothing else: each would take seconds for it.
+#: The ranks are forked from a process that has imported these and done nothing else: each would take seconds for it.
 PRELOAD = ["hypothesis", "pytest", "torch._inductor.compile_fx", "torch.distributed._local_tensor", "torchhalo"]
 # Compilers that many processes share: no workers for each of them, and no vector code, which takes longest to compile.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")  # of the simulated ranks; the gloo ones are on the CPU
+DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")
 if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that can be, 0 never; else by size
     parts.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
+
+
+def _default_to_device() -> None:
+    """Make tensors on the GPU if nothing else is said; what generators of the CPU draw is drawn there first."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.set_default_device(DEVICE)
+
+    def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(draw)
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("generator") is None or "device" in kwargs:
+                return draw(*args, **kwargs)
+            return draw(*args, **kwargs, device=kwargs["generator"].device).to(DEVICE)
+
+        return wrapper
+
+    for name in ("rand", "randn", "randint", "randperm"):
+        setattr(torch, name, moved(getattr(torch, name)))
+
+
+if DEVICE != "cpu":
+    _default_to_device()
 
 
 @contextlib.contextmanager
@@ -70,7 +97,7 @@ def simulated(ranks: int) -> Iterator[None]:
 
 
 class Pool:
-    """Gloo processes that run functions of the test modules, the same on every rank."""
+    """Processes, joined by gloo or NCCL, that run functions of the test modules, the same on every rank."""
 
     def __init__(self, ranks: int, timeout: int = TIMEOUT):
         self._timeout = timeout
@@ -81,8 +108,8 @@ class Pool:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name, timeout), daemon=True)
-            with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # gloo is for the CPU
-                os.environ.pop("TORCHHALO_TEST_DEVICE", None)
+            # Whether there is a GPU is asked without touching it: what is forked later could not.
+            with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
                 process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -116,16 +143,16 @@ class Pool:
 
 def _serve(pipe: Any, rank: int, ranks: int, folder: str, timeout: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    launch.join(rank, ranks, Path(folder), timedelta(seconds=timeout), DEVICE)
     while True:
         function, args = pipe.recv()
+        args = tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), args)
         try:
             torch.manual_seed(0)
             # Tests make meshes that are equal and not the same, which these caches mix up; torch.compile then fails.
             _clear_sharding_prop_cache()
             with torchhalo.enable():
-                answer = True, function(*args)
+                answer = True, tree_map_only(torch.Tensor, lambda t: t.cpu(), function(*args))
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
@@ -179,7 +206,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """One mesh of gloo ranks per shape: DTensor's caches mix up two equal ones, and torch.compile fails then, with or without
     torchhalo.
     """
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(DEVICE, shape)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

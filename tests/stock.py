@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import whole
+from harness import DEVICE, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -17,12 +17,12 @@ Run = Callable[..., list[Any]]
 
 def line_mesh() -> DeviceMesh:
     """All ranks along one axis."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def grid_mesh() -> DeviceMesh:
     """All ranks along two axes, 2x1 or 2x2."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return init_device_mesh(DEVICE, (2, dist.get_world_size() // 2))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

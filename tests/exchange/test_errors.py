@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import shard, simulated
+from harness import DEVICE, shard, simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -43,7 +43,7 @@ def message(function: Callable[[], object]) -> str:
 
 def check_words() -> dict[str, tuple[str, str]]:
     """What plain torch says and what the sharded call says, for each wrong call; nothing may be sent."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
 
     def refuse(*args: object) -> torch.Tensor:
         raise AssertionError("a wrong call sent something")
@@ -68,10 +68,10 @@ def test_words_of_plain_torch(pool) -> None:
 
 
 def check_mixed() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     x, w, b = torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3), torch.ones(2)
     dx, dw, db = (distribute_tensor(t, mesh, [Shard(2) if t is x else Replicate()]) for t in (x, w, b))
-    other = DeviceMesh("cpu", [0])
+    other = DeviceMesh(DEVICE, [0])
     strange = DTensor.from_local(w, other, [Replicate()], run_check=False)
     calls = [lambda: F.conv2d(dx, w), lambda: F.conv2d(dx, dw, b), lambda: F.conv2d(x, dw, db), lambda: F.conv2d(dx, strange)]
     return [message(call) for call in calls]
@@ -106,7 +106,7 @@ def test_nothing_but_the_error_is_seen(call: Callable[[torch.Tensor], object]) -
     log.addHandler(handler)
     try:
         with simulated(2):
-            x = shard(torch.ones(1, 3, 4, 8), init_device_mesh("cpu", (2,)), [Shard(3)])
+            x = shard(torch.ones(1, 3, 4, 8), init_device_mesh(DEVICE, (2,)), [Shard(3)])
             assert message(partial(call, x))
         assert not seen
         with FakeTensorMode():
@@ -118,7 +118,7 @@ def test_nothing_but_the_error_is_seen(call: Callable[[torch.Tensor], object]) -
 
 def check_still_alive() -> None:
     """After a wrong call the ranks still agree: the next right one works."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     x = distribute_tensor(torch.ones(1, 1, 8, 8), mesh, [Shard(3)])
     message(lambda: F.conv2d(x, distribute_tensor(torch.ones(1, 2, 3, 3), mesh, [Replicate()])))
     y = F.conv2d(x, distribute_tensor(torch.ones(1, 1, 3, 3), mesh, [Replicate()]))

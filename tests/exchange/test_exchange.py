@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import Pool, simulated
+from harness import DEVICE, Pool, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
@@ -438,7 +438,7 @@ def test_random_exchanges_on_simulated_ranks(shapes: list[tuple[int, ...]]) -> N
     meshes = [mesh_of(*shape) for shape in shapes]
     ranks = math.prod(shapes[0])
     with simulated(ranks):
-        made = {shape: DeviceMesh("cpu", mesh) for shape, mesh in zip(shapes, meshes, strict=True)}
+        made = {shape: DeviceMesh(DEVICE, mesh) for shape, mesh in zip(shapes, meshes, strict=True)}
 
         @settings(max_examples=EXAMPLES[ranks], deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(cases(meshes))
@@ -457,7 +457,7 @@ def _check_all(cases: list[Case]) -> list[list[tuple[float, float]] | str]:
     found: list[list[tuple[float, float]] | str] = []
     for case in cases:  # every rank of the world makes every mesh, but only its members do anything with it
         if str(case.ranks) not in meshes:
-            meshes[str(case.ranks)] = DeviceMesh("cpu", case.ranks)
+            meshes[str(case.ranks)] = DeviceMesh(DEVICE, case.ranks)
     for case in cases:
         try:
             found.append(check(case, meshes[str(case.ranks)]))

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import shard, simulated, whole, wire
+from harness import DEVICE, shard, simulated, whole, wire
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,7 +21,7 @@ def image(mesh: DeviceMesh, *placements: object) -> DTensor:
 
 def test_a_gather_warns_once_with_op_shape_and_bytes() -> None:
     with simulated(4):
-        x = image(init_device_mesh("cpu", (4,)), Shard(2))
+        x = image(init_device_mesh(DEVICE, (4,)), Shard(2))
         with pytest.warns(torchhalo.GatherWarning, match=r"aten.sort.*\(1, 2, 8, 6\) along dim 2: 288 bytes") as caught:
             x.sort(2)
         assert len(caught) == 1
@@ -32,7 +32,7 @@ def test_a_gather_warns_once_with_op_shape_and_bytes() -> None:
 
 def test_strict_refuses_before_anything_is_sent() -> None:
     with simulated(4):
-        x = image(init_device_mesh("cpu", (2, 2)), Shard(2), Shard(3))
+        x = image(init_device_mesh(DEVICE, (2, 2)), Shard(2), Shard(3))
         with wire() as sent, pytest.raises(torchhalo.GatherError, match=r"aten.sort.*dim 2: 96 bytes"), torchhalo.strict():
             x.sort(2)
         assert sent == []
@@ -44,7 +44,7 @@ def test_strict_refuses_before_anything_is_sent() -> None:
 
 def test_strict_lets_through_what_stays_sharded_or_what_the_user_gathers() -> None:
     with simulated(2), torchhalo.strict():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = image(mesh, Shard(2))
         y = F.conv2d(x, shard(torch.randn(3, 2, 3, 3), mesh, [Shard(0)]), padding=1).relu()
         y.full_tensor()
@@ -55,7 +55,7 @@ def test_strict_lets_through_what_stays_sharded_or_what_the_user_gathers() -> No
 
 def test_strict_names_the_convolution_that_gathers_channels() -> None:
     with simulated(2), torchhalo.strict():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = shard(torch.randn(1, 3, 8, 6), mesh, [Shard(1)])
         w = shard(torch.randn(3, 1, 3, 3), mesh, [Replicate()])
         with pytest.raises(torchhalo.GatherError, match=r"aten.convolution.*dim 1"):
@@ -64,12 +64,12 @@ def test_strict_names_the_convolution_that_gathers_channels() -> None:
 
 def test_an_axis_of_one_rank_gathers_nothing() -> None:
     with simulated(2), torchhalo.strict():
-        image(init_device_mesh("cpu", (2, 1)), Replicate(), Shard(2)).sort(2)
+        image(init_device_mesh(DEVICE, (2, 1)), Replicate(), Shard(2)).sort(2)
 
 
 def test_watch_lists_all_and_ends_with_its_block() -> None:
     with simulated(2):
-        x = image(init_device_mesh("cpu", (2,)), Shard(2))
+        x = image(init_device_mesh(DEVICE, (2,)), Shard(2))
         found: list[gathers.Gather] = []
         with gathers.watch(found.append):
             x.sort(2)
@@ -82,7 +82,7 @@ def test_watch_lists_all_and_ends_with_its_block() -> None:
 
 def test_disable_takes_the_watch_away() -> None:
     with simulated(2):
-        x = image(init_device_mesh("cpu", (2,)), Shard(2))
+        x = image(init_device_mesh(DEVICE, (2,)), Shard(2))
         torchhalo.disable()
         with torchhalo.strict():
             x.sort(2)
@@ -90,7 +90,7 @@ def test_disable_takes_the_watch_away() -> None:
 
 def test_out_variants_write_into_what_is_given() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x, w = image(mesh, Shard(2)), shard(torch.randn(3, 2, 3, 3), mesh, [Replicate()])
         expected = whole(F.conv2d(x, w))
         for placement in (Shard(2), Shard(3)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Pool, simulated
+from harness import DEVICE, Pool, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
@@ -70,7 +70,7 @@ def tensors(draw: st.DrawFn, mesh: tuple[int, ...]) -> tuple[list[int], list[Pla
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (3, 1), (2, 3), (2, 2, 2)], ids=str)
 def test_random_layouts_on_simulated_ranks(mesh_shape: tuple[int, ...]) -> None:
     with simulated(math.prod(mesh_shape)):
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = init_device_mesh(DEVICE, mesh_shape)
 
         @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(tensors(mesh_shape))
@@ -99,13 +99,13 @@ def test_known_layouts(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], shards: list[tuple[int, ...]]
 ) -> None:
     with simulated(math.prod(mesh_shape)):
-        found = check(shape, init_device_mesh("cpu", mesh_shape), placements)
+        found = check(shape, init_device_mesh(DEVICE, mesh_shape), placements)
     assert [found[coordinate] for coordinate in product(*map(range, mesh_shape))] == shards
 
 
 def test_negative_dims_count_from_the_end() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         assert layout((4, 6), mesh, [Shard(-1)]) == layout((4, 6), mesh, [Shard(1)])
         assert layout((4, 6), mesh, [Shard(-2)]) == layout((4, 6), mesh, [Shard(0)])
 
@@ -113,7 +113,7 @@ def test_negative_dims_count_from_the_end() -> None:
 def test_sub_mesh_of_simulated_ranks() -> None:
     """Both fibers of the sub-mesh hold the whole tensor, and the layout knows of one axis only."""
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "space"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("batch", "space"))
         for name in ("batch", "space"):
             assert check((3, 5), mesh[name], [Shard(1)]) == {(0,): (3, 3), (1,): (3, 2)}
         assert layout((3, 5), mesh["space"], [Shard(1)]).mesh_shape == (2,)
@@ -122,7 +122,7 @@ def test_sub_mesh_of_simulated_ranks() -> None:
 def test_a_mesh_in_the_memory_of_a_freed_one() -> None:
     """Simulated ranks have their coordinates in the mesh that is asked, not in one that was there before."""
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "space"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("batch", "space"))
         ranks = LocalTensor({rank: torch.tensor(rank) for rank in range(4)})
 
         def on_rank(rank: torch.Tensor, at: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_each_element_is_owned_once_per_copy(data: st.DataObject) -> None:
 
 def test_strided_shard_is_refused() -> None:
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         strided = _StridedShard(1, split_factor=2)
         with pytest.raises(NotImplementedError) as raised:
             layout((4, 8), mesh, [Replicate(), strided])
@@ -169,11 +169,11 @@ Ranks = list[Any]
 
 
 def _on_meshes(cases: list[tuple[Ranks, tuple[int, ...], list[Placement]]], scatter: bool) -> list[Where]:
-    return [check(shape, DeviceMesh("cpu", ranks), placements, scatter) for ranks, shape, placements in cases]
+    return [check(shape, DeviceMesh(DEVICE, ranks), placements, scatter) for ranks, shape, placements in cases]
 
 
 def _on_sub_meshes() -> list[Where]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "space"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("batch", "space"))
     return [check((3, 5), mesh[name], [Shard(1)]) for name in ("batch", "space")]
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import shard, simulated, wire
+from harness import DEVICE, shard, simulated, wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,7 @@ def check(
         return
     batch, channels, features = 2, 3, 4
     with simulated(math.prod(mesh)):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         rest = (5,) * (2 - len(size))
         x = torch.randn(batch, channels, *rest, *size)
         w = torch.randn(channels, features, 1, 1) if transposed else torch.randn(features, channels, 1, 1)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_parity, shard, simulated, whole
+from memory import MEMORIES, Memory
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torchhalo.kernels import norms
+from torchhalo.kernels import group_norm, norms
 
 CALLS: list[str] = []
 
@@ -28,6 +29,7 @@ def dims(input: torch.Tensor) -> list[int]:
 
 def stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     CALLS.append("stats")
+    input = input.to(torch.promote_types(input.dtype, torch.float32))
     return input.mean(dims(input)), (input.var(dims(input), correction=0) + eps).rsqrt()
 
 
@@ -44,6 +46,7 @@ def gather_stats(
     """As torch's kernel does, one part after the other; so also what it divides by zero."""
     CALLS.append("gather_stats")
     assert mean.shape == invstd.shape == (len(counts), input.shape[1]) and counts.dtype == mean.dtype
+    assert all(running is None or running.dtype == mean.dtype for running in (running_mean, running_var))
     average, squares, n = torch.zeros_like(mean[0]), torch.zeros_like(mean[0]), torch.zeros_like(counts[0])
     for m, s, count in zip(mean, invstd, counts, strict=True):
         factor = 1 / (n + count)
@@ -59,7 +62,7 @@ def elemt(input: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invst
     CALLS.append("elemt")
     out = (input - per_channel(mean, input)) * per_channel(invstd, input)
     out = out if weight is None else out * per_channel(weight, input)
-    return out if bias is None else out + per_channel(bias, input)
+    return (out if bias is None else out + per_channel(bias, input)).to(input.dtype)
 
 
 def backward_reduce(
@@ -95,6 +98,7 @@ EMULATED = {
     "batch_norm_backward_reduce": backward_reduce,
     "batch_norm_backward_elemt": backward_elemt,
 }
+KERNELS = {name.removeprefix("batch_norm_").removesuffix("_with_counts") for name in EMULATED}
 CASES = [
     ((4,), (2, 3, 9, 5), [Shard(2)]),
     ((4,), (2, 3, 5, 2), [Shard(2)]),  # an empty shard
@@ -105,7 +109,14 @@ CASES = [
 ]
 
 
-def check(device: str, mesh: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], kind: str) -> None:
+def check(
+    device: str,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    kind: str,
+    memory: Memory | None = None,
+) -> None:
     """Output, gradients and running statistics against plain torch."""
     with simulated(math.prod(mesh)):
         devices = init_device_mesh(device, mesh)
@@ -132,24 +143,71 @@ def check(device: str, mesh: tuple[int, ...], shape: tuple[int, ...], placements
 
         whole_places = [Replicate()] * len(mesh)
         needs_grad = [True, *[kind != "bare"] * 2]
-        assert_parity(norm, tensors, devices, [placements, whole_places, whole_places], needs_grad=needs_grad)
+        places = [placements, whole_places, whole_places]
+        lies = None if memory is None else [memory, Memory(), Memory(), memory]
+        assert_parity(norm, tensors, devices, places, needs_grad=needs_grad, memory=lies)
         if kind != "bare":
             for got, want in zip(found[True], found[False], strict=True):
                 torch.testing.assert_close(whole(got), want, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("mesh", "shape", "placements"), CASES)
-@pytest.mark.parametrize("kind", ["affine", "bare", "channels-last"])
-def test_emulated(
-    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], kind: str
-) -> None:
-    """What the kernels are given, and what is made of their results."""
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in EMULATED.items():
         monkeypatch.setattr(torch, name, function)
     monkeypatch.setattr(norms, "FUSED", {"cpu"})
     CALLS.clear()
+
+
+@pytest.mark.parametrize(("mesh", "shape", "placements"), CASES)
+@pytest.mark.parametrize("kind", ["affine", "bare", "channels-last"])
+def test_emulated(
+    emulated: None, mesh: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], kind: str
+) -> None:
+    """What the kernels are given, and what is made of their results."""
     check("cpu", mesh, shape, placements, kind)
-    assert {name.removeprefix("batch_norm_").removesuffix("_with_counts") for name in EMULATED} == set(CALLS)
+    assert set(CALLS) == KERNELS
+
+
+LARGE = [case for case in CASES if len(case[1]) > 3] + [((2,), (1, 3, 6, 5), [Shard(2)])]
+
+
+@pytest.mark.parametrize(("mesh", "shape", "placements"), LARGE)
+@pytest.mark.parametrize("memory", ["channels last", "channels last, odd strides", "odd strides", "transposed"])
+def test_large(
+    emulated: None,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    memory: str,
+) -> None:
+    """Where memory suits them, the kernels of group norm stand in place of torch's, but for the merge."""
+    from interpreted import interpret  # skips what imports it, where there is no Triton
+
+    interpret(monkeypatch, group_norm)
+    monkeypatch.setattr(norms, "LARGE", 0)
+    check("cpu", mesh, shape, placements, "affine", MEMORIES[memory])
+    if memory.startswith("channels last"):
+        assert set(CALLS) == {"gather_stats"}
+
+
+def test_running_statistics_of_a_half_type(emulated: None) -> None:
+    """A model that is bfloat16 throughout: the kernel, which takes float32 alone, updates a copy."""
+    with simulated(2):
+        devices = init_device_mesh("cpu", (2,))
+        with maybe_disable_local_tensor_mode():
+            x, w, mean, var = (torch.randn(*size, dtype=torch.bfloat16) for size in ((2, 3, 8, 5), *[(3,)] * 3))
+            var = var.square()
+            expected = [mean.clone(), var.clone()]
+            F.batch_norm(x, *expected, w, w, training=True, momentum=0.3)
+        running = [shard(t, devices, [Replicate()]) for t in (mean, var)]
+        factor = shard(w, devices, [Replicate()])
+        F.batch_norm(shard(x, devices, [Shard(2)]), *running, factor, factor, training=True, momentum=0.3)
+        assert "gather_stats" in CALLS
+        for got, want in zip(running, expected, strict=True):
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(whole(got), want, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has these kernels for CUDA alone")

@@ -76,7 +76,7 @@ def test_only_keys_and_values_travel() -> None:
     Backward the same again, and the sums of their gradients.
     """
     with simulated(3), torchhalo.strict():
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         q, k, v = (shard(torch.randn(2, 2, 12, 5), mesh, [Shard(2)]).requires_grad_() for _ in range(3))
         with wire() as forward:
             y = attend(q, k, v)
@@ -92,7 +92,7 @@ def test_only_keys_and_values_travel() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_samples_and_heads_stay(dim: int) -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         q, k, v = (shard(torch.randn(2, 2, 6, 4), mesh, [Shard(dim)]).requires_grad_() for _ in range(3))
         mask = shard(torch.randn(2, 2, 6, 6), mesh, [Replicate()])
         with wire() as sent:
@@ -103,7 +103,7 @@ def test_samples_and_heads_stay(dim: int) -> None:
 
 def test_a_kernel_without_dropout_raises() -> None:
     with simulated(2):
-        q = shard(torch.randn(2, 2, 6, 4), init_device_mesh("cpu", (2,)), [Shard(2)])
+        q = shard(torch.randn(2, 2, 6, 4), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         with pytest.raises(NotImplementedError, match=r"dropout_p \(=0.1\) must be 0 for this kernel"):
             cpu(q, q, q, 0.1)
@@ -128,6 +128,26 @@ def test_linear_attention_sends_partial_sums_alone(mesh: tuple[int, ...]) -> Non
         tensors = [torch.randn(2, 11, 3, dtype=torch.float64, device=DEVICE) for _ in range(3)]
         result = assert_parity(linear, tensors, init_device_mesh(DEVICE, mesh), [[Shard(1)] * len(mesh)] * 3)
         assert result.placements == (Shard(1),) * len(mesh)
+
+
+@pytest.mark.parametrize("ranks, tokens", [(2, 8), (3, 7), (4, 6)])
+def test_gradients_of_written_out_attention_are_shared_out(ranks: int, tokens: int) -> None:
+    """Those of keys and values are sums over the queries of all ranks, of which each rank gets its own tokens'."""
+
+    def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+
+    with simulated(ranks), torchhalo.strict():
+        mesh, cut = init_device_mesh(DEVICE, (ranks,)), [Shard(1)]
+        tensors = [torch.randn(2, tokens, 3, dtype=torch.float64, device=DEVICE) for _ in range(3)]
+        assert_parity(written_out, tensors, mesh, [cut] * 3)
+        sharded = [shard(t, mesh, cut).requires_grad_() for t in tensors]
+        out = written_out(*sharded)
+        with wire() as sent:
+            out.backward(out.detach())
+        assert [each.name for each in sent].count("reduce_scatter_tensor") == 2
+        assert not [each for each in sent if each.name == "all_reduce"]
+        assert all(list(t.grad.placements) == cut for t in sharded)
 
 
 class WrittenOut(nn.Module):
@@ -249,7 +269,7 @@ def test_one_gpu_without_gradient(gpu: str) -> None:
 
 def check_training() -> None:
     """On a mesh whose ranks are in descending order, with the shards that `distribute_tensor` would have made."""
-    mesh = DeviceMesh("cpu", [2, 1, 0])
+    mesh = DeviceMesh(DEVICE, [2, 1, 0])
     x = [torch.randn(2, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     expected = attend(*x, is_causal=True)
     grad = torch.randn(expected.shape, dtype=torch.float64)

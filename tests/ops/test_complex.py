@@ -66,7 +66,7 @@ def test_complex_numbers(name: str, mesh: tuple[int, ...], dims: tuple[int, ...]
 
 def test_halves_of_numbers_on_different_ranks() -> None:
     with simulated(2):
-        x = shard(torch.randn(3, 2), init_device_mesh("cpu", (2,)), [Shard(1)])
+        x = shard(torch.randn(3, 2), init_device_mesh(DEVICE, (2,)), [Shard(1)])
         with wire() as sent, pytest.raises(NotImplementedError, match="last dim must be whole"):
             torch.view_as_complex(x)
     assert not sent
@@ -75,7 +75,7 @@ def test_halves_of_numbers_on_different_ranks() -> None:
 def test_a_conjugate_is_a_view() -> None:
     """What is written to it reaches the base; one that was taken before the base was written to raises."""
     with simulated(2):
-        x = shard(torch.randn(3, 4, dtype=torch.cdouble), init_device_mesh("cpu", (2,)), [Shard(1)])
+        x = shard(torch.randn(3, 4, dtype=torch.cdouble), init_device_mesh(DEVICE, (2,)), [Shard(1)])
         expected = whole(x).clone()
         x.conj()[:, 1:3].add_(torch.ones_like(x[:, 1:3]))
         expected.conj()[:, 1:3].add_(1)

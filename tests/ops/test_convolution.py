@@ -176,13 +176,13 @@ def check_sub_mesh() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x, w, padding=1, stride=2)
 
-    some = DeviceMesh("cpu", [1, 3])
+    some = DeviceMesh(DEVICE, [1, 3])
     if dist.get_rank() in (1, 3):
         assert_parity(function, [x, w], some, [[Shard(3)], [Replicate()]])
     else:
         outside = distribute_tensor(x, some, [Shard(3)]), distribute_tensor(w, some, [Replicate()])
         assert function(*outside).shape == function(x, w).shape
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "space"))
     assert_parity(function, [x, w], both["space"], [[Shard(2)], [Replicate()]])
     assert_parity(function, [x, w], both, [[Shard(0), Shard(2)], [Replicate(), Replicate()]])
     assert_parity(function, [x, w], both, [[Shard(3), Shard(3)], [Replicate(), Replicate()]])
@@ -218,7 +218,7 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
 
 def check_modes() -> None:
     """No-grad, inference mode, autocast, checkpointing, an input used twice, in-place ops on the output."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     placements = [[Shard(3)], [Replicate()], [Replicate()]]
     plain = [t.double() for t in tensors(torch.float32)]
     sharded = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(plain, placements, strict=True)]
@@ -248,7 +248,7 @@ def check_modes() -> None:
     assert_parity(unbatched, [plain[0][0], *plain[1:]], mesh, [[Shard(2)], *placements[1:]])
 
     def autocast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return F.conv2d(x, w, b, padding=1)
 
     assert assert_parity(autocast, tensors(torch.float32), mesh, placements, atol=0.5).dtype == torch.bfloat16
@@ -261,7 +261,7 @@ def test_modes(pool, ranks: int) -> None:
 
 def check_module() -> None:
     """An unmodified module: `nn.Conv2d` with padding modes that need only constant padding, trained by SGD."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     plain = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding="same"),
         nn.ReLU(),

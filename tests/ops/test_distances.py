@@ -68,7 +68,7 @@ def test_a_quantizer_sends_no_vectors_and_no_distances(mode: str) -> None:
     The gradient by matrix products is made of DTensor's own ops, which in torch 2.11 add these sums up at once.
     """
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         image = shard(torch.randn(60, 3, dtype=torch.float64), mesh, [Shard(0)]).requires_grad_()
         book = shard(torch.randn(5, 3, dtype=torch.float64), mesh, [Replicate()]).requires_grad_()
         with wire() as sent, torchhalo.strict():

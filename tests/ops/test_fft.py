@@ -74,12 +74,12 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 def test_modes_are_written_in_place(dim: int) -> None:
     with simulated(3):
         x = torch.randn(1, 3, 8, 7, dtype=torch.float64)
-        assert_parity(kept, [x], init_device_mesh("cpu", (3,)), [[Shard(dim)]], atol=1e-9)
+        assert_parity(kept, [x], init_device_mesh(DEVICE, (3,)), [[Shard(dim)]], atol=1e-9)
 
 
 def test_whole_dims_do_not_travel() -> None:
     with simulated(3):
-        x = shard(torch.randn(2, 4, 5, 6), init_device_mesh("cpu", (3,)), [Shard(2)]).requires_grad_()
+        x = shard(torch.randn(2, 4, 5, 6), init_device_mesh(DEVICE, (3,)), [Shard(2)]).requires_grad_()
         with wire() as sent:
             y = fft.irfft(fft.rfft(x, dim=-1).conj(), dim=-1)
             y.backward(torch.ones_like(y))
@@ -93,7 +93,7 @@ def test_a_cut_dim_travels_once_there_and_back() -> None:
     A complex number travels as two real ones.
     """
     with simulated(2):
-        x = shard(torch.randn(1, 4, 5, 6, dtype=torch.cdouble), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(1, 4, 5, 6, dtype=torch.cdouble), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent:
             fft.fft2(x)
     assert sent == [
@@ -105,7 +105,7 @@ def test_a_cut_dim_travels_once_there_and_back() -> None:
 def test_dims_take_turns() -> None:
     """Of an image of one channel the columns are cut instead of the rows; of 8 real ones a transform makes 5 complex ones."""
     with simulated(2):
-        x = shard(torch.randn(1, 1, 4, 8), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(1, 1, 4, 8), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent:
             y = fft.rfft2(x)
         assert sent == [
@@ -124,7 +124,7 @@ def test_a_signal_alone_is_gathered() -> None:
     """Where no dim is left to cut, it is told, and inside `strict` nothing is sent."""
     with simulated(2):
         x = torch.randn(1, 1, 9, dtype=torch.float64)
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with pytest.warns(GatherWarning, match="_fft_r2c"):
             assert_parity(fft.rfft, [x], mesh, [[Shard(2)]], needs_grad=[False], atol=1e-9, long_strides=True)
         with wire() as sent, torchhalo.strict(), pytest.raises(GatherError, match="_fft_r2c"):
@@ -151,7 +151,7 @@ def test_errors_are_those_of_one_process(call: Callable[[torch.Tensor], torch.Te
     with simulated(2):
         with maybe_disable_local_tensor_mode(), pytest.raises((RuntimeError, IndexError, TypeError)) as expected:
             call(torch.randn(1, 2, 5, 7))
-        x = shard(torch.randn(1, 2, 5, 7), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(1, 2, 5, 7), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent, pytest.raises(expected.type) as found:
             call(x)
     assert not sent and str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
@@ -284,7 +284,7 @@ def test_compiled_networks(pool, name: str) -> None:
 
 def infer() -> None:
     """On a mesh that leaves rank 0 out, where composites arrive whole; and a number in the exponent, with its gradient."""
-    mesh = DeviceMesh("cpu", [1, 2])
+    mesh = DeviceMesh(DEVICE, [1, 2])
     x = torch.randn(1, 3, 5, 6, dtype=torch.float64)
     with torch.inference_mode():
         for name in NAMES:

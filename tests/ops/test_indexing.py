@@ -188,7 +188,7 @@ def test_unused_parts_of_a_split() -> None:
             for cut in (lambda x, d: x.chunk(2, d), lambda x, d: x.unbind(d), lambda x, d: x.split([1, x.shape[d] - 1], d)):
                 for part in (0, -1):
                     assert_parity(
-                        lambda x, c=cut, d=dim, p=part: c(x, d)[p] * 2, [x], init_device_mesh("cpu", (3,)), [[Shard(1)]]
+                        lambda x, c=cut, d=dim, p=part: c(x, d)[p] * 2, [x], init_device_mesh(DEVICE, (3,)), [[Shard(1)]]
                     )
 
 
@@ -220,7 +220,7 @@ def test_only_what_changes_owner_travels(function: Function) -> None:
     for rank, mine in enumerate(chunk(expected.shape[1], ranks)):
         lacks[rank] = len({int(n) for i in mine for n in expected[0, i].flatten()} - owned[rank])
     with simulated(ranks):
-        x = shard(plain, init_device_mesh("cpu", (ranks,)), [Shard(1)])
+        x = shard(plain, init_device_mesh(DEVICE, (ranks,)), [Shard(1)])
         with wire() as sent:
             function(x)
     got = {rank: sum(each.received[rank] for each in sent) for rank in range(ranks)}
@@ -232,7 +232,7 @@ def test_only_what_changes_owner_travels(function: Function) -> None:
 def test_what_select_and_writes_send() -> None:
     """A slab goes from its owner to all others; what is replicated is written back without a word."""
     with simulated(3):
-        x = shard(torch.randn(2, 11, 4), init_device_mesh("cpu", (3,)), [Shard(1)])
+        x = shard(torch.randn(2, 11, 4), init_device_mesh(DEVICE, (3,)), [Shard(1)])
         with wire() as sent:
             row = x.select(1, 5)
         assert sent == [Sent("all_to_all_single", {0: 8, 1: 0, 2: 8})]
@@ -257,7 +257,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     """Nothing is computed, so the results are the same to the bit."""
     x = (torch.randn(2, 3, 7) * 4).to(dtype)
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         for function in (lambda x: x[..., 1:6:2], lambda x: x.flip(2), lambda x: torch.cat([x, x], 2), lambda x: x[..., 4]):
             assert_parity(function, [x], mesh, [[Shard(2)]], atol=0, needs_grad=[False])
         y = shard(x, mesh, [Shard(2)])
@@ -278,7 +278,7 @@ def test_errors_are_torchs_own() -> None:
     ]
     x = torch.randn(2, 7, 4)
     with simulated(2):
-        y = shard(x, init_device_mesh("cpu", (2,)), [Shard(1)])
+        y = shard(x, init_device_mesh(DEVICE, (2,)), [Shard(1)])
         for function in wrong:
             with maybe_disable_local_tensor_mode(), pytest.raises((RuntimeError, IndexError)) as plain:
                 function(x)
@@ -294,7 +294,7 @@ def test_as_strided_that_is_slices() -> None:
         x = torch.randn(2, 3, 5, 7, dtype=torch.float64)
         for args in [((2, 3, 5, 7), (105, 35, 7, 1)), ((2, 3, 2, 3), (105, 35, 14, 1), 9), ((2, 5, 1, 3), (105, 7, 9, 35), 2)]:
             assert_parity(
-                lambda x, a=args: x.as_strided(*a), [x], init_device_mesh("cpu", (3,)), [[Shard(3)]], needs_grad=[False]
+                lambda x, a=args: x.as_strided(*a), [x], init_device_mesh(DEVICE, (3,)), [[Shard(3)]], needs_grad=[False]
             )
 
 
@@ -341,7 +341,7 @@ def test_compiled(pool, size) -> None:
 
 
 def on_sub_mesh() -> None:
-    mesh = DeviceMesh("cpu", [0, 2])
+    mesh = DeviceMesh(DEVICE, [0, 2])
     x = distribute_tensor(torch.arange(14.0).view(2, 7), mesh, [Shard(1)])
     y = torch.cat([x[:, 1:6], x.flip(1)], 1) * 1
     y[:, 3:9] = 2.0
@@ -359,14 +359,14 @@ def test_on_a_sub_mesh(pool) -> None:
 
 def test_nothing_gathers() -> None:
     with simulated(2), torchhalo.strict():
-        x = shard(torch.randn(2, 3, 8, 8), init_device_mesh("cpu", (2,)), [Shard(3)]).requires_grad_()
+        x = shard(torch.randn(2, 3, 8, 8), init_device_mesh(DEVICE, (2,)), [Shard(3)]).requires_grad_()
         network(x).square().sum().backward()
 
 
 def test_an_outdated_piece_raises() -> None:
     """And one that lies beside what was written, or is written over as a whole, does not."""
     with simulated(3):
-        y = shard(torch.arange(14.0).view(2, 7), init_device_mesh("cpu", (3,)), [Shard(1)])
+        y = shard(torch.arange(14.0).view(2, 7), init_device_mesh(DEVICE, (3,)), [Shard(1)])
         part, beside, row = y[:, 2:5], y[:, 5:], y[:, 3].unsqueeze(0)
         y[:, 2:4] = 1.0
         beside.mul_(2)
@@ -394,7 +394,7 @@ def test_an_outdated_piece_raises() -> None:
 
 def test_a_copy_forgets() -> None:
     with simulated(2):
-        y = shard(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        y = shard(torch.arange(6.0), init_device_mesh(DEVICE, (2,)), [Shard(0)])
         copy.deepcopy(y[1:4]).zero_()
         assert whole(y).tolist() == [0, 1, 2, 3, 4, 5]
 

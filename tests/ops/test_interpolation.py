@@ -126,7 +126,7 @@ def test_only_halos_travel(name: str, mesh: tuple[int, ...], size: int) -> None:
         reads = [set(column.nonzero()[:, 0].tolist()) for column in table.T]
     least = bound([reads] * len(mesh), [size] * len(mesh), mesh)
     with simulated(math.prod(mesh)):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         rows = size if len(mesh) == 2 else 2
         x = shard(torch.randn(2, 3, rows, size), devices, [Shard(dim) for dim in dims]).requires_grad_()
         with wire() as sent:
@@ -144,7 +144,7 @@ def test_only_halos_travel(name: str, mesh: tuple[int, ...], size: int) -> None:
 
 def test_two_times_nearest_sends_nothing() -> None:
     with simulated(4):
-        x = shard(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (2, 2)), [Shard(2), Shard(3)]).requires_grad_()
+        x = shard(torch.randn(1, 2, 16, 8), init_device_mesh(DEVICE, (2, 2)), [Shard(2), Shard(3)]).requires_grad_()
         with wire() as sent:
             y = F.interpolate(x, scale_factor=2)
             y.backward(torch.ones_like(y))
@@ -162,7 +162,7 @@ def test_half_precision(mode: str, kwargs: dict, dtype: torch.dtype) -> None:
     grad = torch.randn(expected.shape).to(dtype)
     expected.backward(grad.double())
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         sharded = shard(x, mesh, [Shard(3)]).requires_grad_()
         result = F.interpolate(sharded, mode=mode, **kwargs)
         result.backward(shard(grad, mesh, [Shard(3)]))
@@ -175,7 +175,7 @@ def test_half_precision(mode: str, kwargs: dict, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 def test_bytes(mode: str) -> None:
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x = torch.randint(0, 256, (1, 3, 8, 10), dtype=torch.uint8)
             expected = F.interpolate(x, scale_factor=2, mode=mode)
@@ -194,7 +194,7 @@ def test_errors_come_before_anything_is_sent(size: tuple[int, ...]) -> None:
     with simulated(2):
         with maybe_disable_local_tensor_mode(), pytest.raises(RuntimeError):
             call(torch.randn(1, 1, 4, 4))
-        x = shard(torch.randn(1, 1, 4, 4), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(1, 1, 4, 4), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent, pytest.raises(RuntimeError):
             call(x)
     assert not sent
@@ -233,7 +233,7 @@ def test_on_processes(pool, compiled: bool) -> None:
 
 def infer() -> None:
     """On a mesh that leaves rank 0 out, where ops arrive in their composite form."""
-    mesh = DeviceMesh("cpu", [1, 2])
+    mesh = DeviceMesh(DEVICE, [1, 2])
     x = torch.randn(1, 2, 5, 7, dtype=torch.float64)
     with torch.inference_mode():
         result = resized(distribute_tensor(x, mesh, [Shard(2)]))

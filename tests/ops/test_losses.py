@@ -160,7 +160,7 @@ def test_random_cross_entropies(data: st.DataObject) -> None:
 def test_pointwise_losses_send_one_number(name: str) -> None:
     """Forward, for an uneven shard, and nothing backward. Dice divides sums, which must be whole; KL's batch mean is a sum."""
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         x, t = (shard(torch.randn(2, 3, 4, 7), mesh, [Shard(3)]).requires_grad_() for _ in range(2))
         t.requires_grad_(name not in CONSTANT_TARGET)
         with torchhalo.strict(), wire() as sent:
@@ -172,7 +172,7 @@ def test_pointwise_losses_send_one_number(name: str) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_a_mean_of_cross_entropies_sends_two_numbers(reduction: str) -> None:
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         x = shard(torch.randn(2, 5, 4, 7), mesh, [Shard(2), Shard(3)]).requires_grad_()
         t = shard(torch.randint(0, 5, (2, 4, 7)), mesh, [Shard(1), Shard(2)])
         w = shard(torch.rand(5), mesh, [Replicate(), Replicate()])
@@ -185,7 +185,7 @@ def test_a_mean_of_cross_entropies_sends_two_numbers(reduction: str) -> None:
 def test_a_target_that_is_sharded_otherwise_is_moved_and_not_gathered() -> None:
     """Over two ranks, from rows to columns: each of them needs half of what the other has, 2 x 2 x 4 of its 2 x 2 x 8."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = shard(torch.randn(2, 5, 4, 8), mesh, [Shard(3)])
         t = shard(torch.randint(0, 5, (2, 4, 8)), mesh, [Shard(1)])
         with torchhalo.strict(), wire() as sent:
@@ -196,7 +196,7 @@ def test_a_target_that_is_sharded_otherwise_is_moved_and_not_gathered() -> None:
 def test_arithmetic_on_losses() -> None:
     """What training loops do with a loss: arithmetic, and asking for its value, for which then nothing is sent."""
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         with maybe_disable_local_tensor_mode():
             a, b = torch.randn(2, 3, 5, 6, dtype=torch.float64), torch.randn(2, 3, 5, 6, dtype=torch.float64)
             plain = a.clone().requires_grad_()
@@ -277,7 +277,7 @@ def test_errors_are_those_of_plain_torch() -> None:
         with pytest.raises((RuntimeError, ValueError)) as expected:
             call(torch.zeros(2, 3, 4, 6))
         with simulated(2), pytest.raises((RuntimeError, ValueError)) as found:
-            call(shard(torch.zeros(2, 3, 4, 6), init_device_mesh("cpu", (2,)), [Shard(3)]))
+            call(shard(torch.zeros(2, 3, 4, 6), init_device_mesh(DEVICE, (2,)), [Shard(3)]))
         assert str(expected.value) in str(found.value)
 
 
@@ -288,7 +288,7 @@ def objective(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor
 def check(members: int, width: int, compiled: bool, objective: Callable[..., torch.Tensor] = objective) -> None:
     """On real processes, with an empty shard if ``width`` is small; a mesh of fewer members than the world too."""
     world = torch.distributed.get_world_size()
-    mesh = mesh_of((world,)) if members == world else DeviceMesh("cpu", list(range(members)))
+    mesh = mesh_of((world,)) if members == world else DeviceMesh(DEVICE, list(range(members)))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
     t = torch.randint(0, 5, (2, 4, width), generator=generator)

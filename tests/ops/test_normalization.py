@@ -244,7 +244,7 @@ def run_beside_one_process(mesh: DeviceMesh, placements: list[Placement], size: 
 
 
 def run_modules(ranks: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", ranks)
+    mesh = init_device_mesh(DEVICE, ranks)
     where: list[list[Placement]] = (
         [[Shard(3)], [Shard(2)], [Shard(0)]] if len(ranks) == 1 else [[Shard(2), Shard(3)], [Shard(0), Shard(3)]]
     )
@@ -263,7 +263,7 @@ def test_modules_train_as_in_one_process(pool, ranks) -> None:
 
 def run_sub_mesh() -> None:
     """Two of three ranks normalise; the third, outside, calls the same ops and holds nothing."""
-    mesh = DeviceMesh("cpu", [2, 0])
+    mesh = DeviceMesh(DEVICE, [2, 0])
     for norm in (
         lambda x: F.batch_norm(x, None, None, training=True),
         lambda x: F.group_norm(x, 2),
@@ -295,7 +295,7 @@ def test_sync_batch_norm_with_ranks_outside_the_mesh(pool) -> None:
 
 def run_sync_outside() -> None:
     # Both on all ranks: torch names a process group by how many a rank has seen.
-    meshes = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
+    meshes = DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2])
     mesh = meshes[dist.get_rank() == 2]
     x = distribute_tensor(torch.randn(2, 3, 4), mesh, [Shard(2)])
     norm = distribute_module(nn.SyncBatchNorm(3), mesh)

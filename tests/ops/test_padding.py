@@ -61,7 +61,7 @@ def test_random_paddings_from_the_edges(data: st.DataObject) -> None:
 def test_only_what_changes_owner_travels() -> None:
     """12 columns over 3 ranks, 4 each; with 3 more in front, 5 each: ranks 0, 1, 2 need columns -3..1, 2..6, 7..11."""
     with simulated(3):
-        x = shard(torch.randn(2, 12), init_device_mesh("cpu", (3,)), [Shard(1)])
+        x = shard(torch.randn(2, 12), init_device_mesh(DEVICE, (3,)), [Shard(1)])
         with wire() as sent:
             F.pad(x, (3, 0))
     assert sent == [Sent("all_to_all_single", {0: 0, 1: 2 * 2, 2: 2 * 1})]
@@ -79,7 +79,7 @@ def test_edges_travel_once(mode: str) -> None:
     least = {rank: len(needs[rank] - owns[rank]) for rank in range(3)}
     lent = {rank: sum(len(needs[other] & owns[rank]) for other in range(3) if other != rank) for rank in range(3)}
     with simulated(3):
-        x = shard(torch.randn(2, 1, 12), init_device_mesh("cpu", (3,)), [Shard(2)]).requires_grad_()
+        x = shard(torch.randn(2, 1, 12), init_device_mesh(DEVICE, (3,)), [Shard(2)]).requires_grad_()
         with wire() as sent:
             y = F.pad(x, (2, 7), mode=mode)
         grad = torch.ones_like(y)
@@ -96,7 +96,7 @@ MODES = ["reflect", "replicate", "circular"]
 @pytest.mark.parametrize("placements", [[Shard(3)], [Shard(2)]])
 def test_padding_modes_of_convolution(mode: str, placements: list[Shard]) -> None:
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x, w = torch.randn(2, 2, 7, 8, dtype=torch.float64), torch.randn(3, 2, 3, 5, dtype=torch.float64)
 
@@ -116,7 +116,7 @@ def test_half_precision(mode: str) -> None:
         grad = torch.randn(expected.shape).bfloat16()
         expected.backward(grad)
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         sharded = shard(x, mesh, [Shard(3)]).requires_grad_()
         result = F.pad(sharded, (3, 2, 1, 2), mode=mode)
         result.backward(shard(grad, mesh, [Shard(3)]))
@@ -131,7 +131,7 @@ def test_errors_are_plain_torchs(pad: tuple[int, ...]) -> None:
         x = torch.randn(1, 1, 4)
         with maybe_disable_local_tensor_mode(), pytest.raises((RuntimeError, NotImplementedError)) as expected:
             F.pad(torch.randn(1, 1, 4), pad, mode="reflect")
-        x = shard(x, init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(x, init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent, pytest.raises((RuntimeError, NotImplementedError)) as got:
             F.pad(x, pad, mode="reflect")
     first_lines = (str(error.value).splitlines()[0] for error in (got, expected))
@@ -163,7 +163,7 @@ def test_modules_on_processes(pool, mode: str, compiled: bool) -> None:
 
 def infer() -> None:
     """On a mesh that leaves rank 0 out."""
-    submesh = DeviceMesh("cpu", [1, 2])
+    submesh = DeviceMesh(DEVICE, [1, 2])
     x = torch.randn(1, 2, 5, 7)
     with torch.inference_mode():
         for mode in ("reflect", "replicate"):

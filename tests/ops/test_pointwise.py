@@ -69,4 +69,4 @@ def test_glu(dim: int) -> None:
     for placements in ([Shard(2)], [Shard(3)], [Replicate()]):
         with simulated(3):
             x = torch.randn(2, 6, 8, 10, dtype=torch.float64)
-            assert_parity(lambda t: torch.nn.functional.glu(t, dim), [x], init_device_mesh("cpu", (3,)), [placements])
+            assert_parity(lambda t: torch.nn.functional.glu(t, dim), [x], init_device_mesh(DEVICE, (3,)), [placements])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import torchhalo
+from benchmarks.launches import count_launches
+from benchmarks.still import still_line
+from torchhalo.exchange import parts
 from torchhalo.geometry import Span
 from torchhalo.ops.adaptive_pooling import Bins
 
@@ -168,7 +171,7 @@ def test_random_pools_on_gloo(pool, ranks: int) -> None:
     pool(ranks).run(check_all, found)
 
 
-@pytest.mark.parametrize("inputs, outputs", list(product([1, 2, 5, 7, 12], [1, 2, 3, 4, 5, 7, 9, 24])))
+@pytest.mark.parametrize("inputs, outputs", list(itertools.product([1, 2, 5, 7, 12], [1, 2, 3, 4, 5, 7, 9, 24])))
 def test_bins_are_those_of_torch(inputs: int, outputs: int) -> None:
     """What each output reads, by asking torch; and no bin is wider than the width that is made for all."""
     bins = Bins(inputs, outputs)
@@ -197,7 +200,7 @@ def test_dilation_that_steps_over_the_input() -> None:
     x = torch.randn(1, 2, 2)
     expected = F.max_pool1d(x, 2, 1, 1, 3, return_indices=True)
     with simulated(2):
-        sharded = shard(x, init_device_mesh("cpu", (2,)), [Shard(2)]).requires_grad_()
+        sharded = shard(x, init_device_mesh(DEVICE, (2,)), [Shard(2)]).requires_grad_()
         values, indices = F.max_pool1d(sharded, 2, 1, 1, 3, return_indices=True)
         assert torch.equal(whole(values), expected[0]) and torch.equal(whole(indices), expected[1])
         with pytest.raises(NotImplementedError, match=r"dilation \(=3\) may step over all 2 elements of dim 3"):
@@ -215,10 +218,10 @@ def needs(size: int, pool: Callable[[torch.Tensor], torch.Tensor]) -> list[set[i
 def returned(related: Sequence[list[set[int]]], sizes: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
     """For each rank, how many elements of its part of the input other ranks read, each counted for every one of them."""
     read, own = [], []
-    for reads, size, parts in zip(related, sizes, mesh, strict=True):
-        read.append([set().union(*(reads[i] for i in part)) for part in chunk(len(reads), parts)])
-        own.append(chunk(size, parts))
-    ranks = list(product(*map(range, mesh)))
+    for reads, size, cuts in zip(related, sizes, mesh, strict=True):
+        read.append([set().union(*(reads[i] for i in part)) for part in chunk(len(reads), cuts)])
+        own.append(chunk(size, cuts))
+    ranks = list(itertools.product(*map(range, mesh)))
     return [
         sum(
             math.prod(len(read[dim][b] & own[dim][a]) for dim, (a, b) in enumerate(zip(here, other, strict=True)))
@@ -252,7 +255,7 @@ def test_only_what_is_read_travels(name: str, mesh: tuple[int, ...], sizes: tupl
     related = [needs(size, line) for size in sizes]
     one_dim = len(sizes) == 1
     with simulated(math.prod(mesh)):
-        x = shard(torch.randn(2, 3, *sizes), init_device_mesh("cpu", mesh), [Shard(2 + d) for d in range(len(sizes))])
+        x = shard(torch.randn(2, 3, *sizes), init_device_mesh(DEVICE, mesh), [Shard(2 + d) for d in range(len(sizes))])
         x = x.detach().requires_grad_()
         with wire() as forward:
             y = getattr(F, f"{kind}{len(sizes)}d")(x, **parameters)
@@ -267,7 +270,7 @@ def test_only_what_is_read_travels(name: str, mesh: tuple[int, ...], sizes: tupl
 
 def test_windows_within_shards_send_nothing() -> None:
     with simulated(4):
-        x = shard(torch.randn(1, 2, 16, 24), init_device_mesh("cpu", (2, 2)), [Shard(2), Shard(3)])
+        x = shard(torch.randn(1, 2, 16, 24), init_device_mesh(DEVICE, (2, 2)), [Shard(2), Shard(3)])
         x = x.detach().requires_grad_()
         with wire() as sent, torchhalo.strict():
             for pool in (F.max_pool2d, F.avg_pool2d, F.lp_pool2d):
@@ -277,6 +280,36 @@ def test_windows_within_shards_send_nothing() -> None:
                 y = adaptive(x, (4, 6))
                 y.backward(torch.ones_like(y))
     assert sent == []
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_launches_of_the_gradient_of_a_maximum(memory_format: torch.memory_format) -> None:
+    """Torch's own kernel: where no window crosses the edge it is told where the shard begins, in one pass over the indices."""
+    x = torch.randn(1, 2, 8, 12).contiguous(memory_format=memory_format)
+    with still_line("cpu", 4) as mesh, torchhalo.enable():
+        sharded = DTensor.from_local(x, mesh, [Shard(2)], run_check=False).requires_grad_()
+        y = F.max_pool2d(sharded, 2)
+        grad = torch.ones_like(y)
+        found: list[torch.Tensor] = []
+        assert count_launches(lambda: found.extend(torch.autograd.grad(y, sharded, grad))) == 2
+    plain = x.clone().requires_grad_()
+    y = F.max_pool2d(plain, 2)
+    (expected,) = torch.autograd.grad(y, plain, torch.ones_like(y))
+    assert torch.equal(found[0].to_local(), expected) and expected.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("name", ["max_pool3d", "avg_pool3d"])
+def test_channels_last_in_3d(name: str, in_parts: bool) -> None:
+    """Some of torch's kernels there write the gradient as if it were contiguous, whatever they are given to write to."""
+    with simulated(3), parts.in_parts(in_parts):
+        mesh = init_device_mesh(DEVICE, (3,))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 3, 6, 12, 18, dtype=torch.float64, device=DEVICE).contiguous(
+                memory_format=torch.channels_last_3d
+            )
+        for dim, window in itertools.product((2, 3, 4), ((2, 2, 0), (3, 2, 1))):
+            assert_parity(lambda x, w=window: getattr(F, name)(x, *w), [x], mesh, [[Shard(dim)]], atol=ATOL)
 
 
 # Dtypes, modes, meshes, errors.
@@ -307,7 +340,7 @@ def test_half_types_do_not_overflow() -> None:
     """Sums of float16 beyond its range whose average is within."""
     x = torch.full((1, 1, 4, 9), 4e4, dtype=torch.float16)
     with simulated(3):
-        sharded = shard(x, init_device_mesh("cpu", (3,)), [Shard(3)])
+        sharded = shard(x, init_device_mesh(DEVICE, (3,)), [Shard(3)])
         for name in ("avg edges", "adaptive avg"):
             assert torch.equal(whole(SOME[name](sharded)), SOME[name](x))
 
@@ -317,7 +350,7 @@ def test_integers(dtype: torch.dtype) -> None:
     x = torch.randint(0 if dtype == torch.uint8 else -9, 9, (2, 3, 8, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = torch.iinfo(dtype).min
     with simulated(3):
-        sharded = shard(x, init_device_mesh("cpu", (3,)), [Shard(3)])
+        sharded = shard(x, init_device_mesh(DEVICE, (3,)), [Shard(3)])
         got, want = (F.max_pool2d(t, 3, 2, 1, return_indices=True) for t in (sharded, x))
         assert torch.equal(whole(got[0]), want[0]) and torch.equal(whole(got[1]), want[1])
         x[0] = 5
@@ -332,7 +365,7 @@ def test_inference(guard: Callable[[], Any]) -> None:
     """Composite ops reach DTensor as they are; they stay sharded."""
     x = torch.randn(2, 3, 7, 6, 9, dtype=torch.float64)
     with simulated(3), guard(), torchhalo.strict():
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         for ndim in (1, 2, 3):
             plain = x.flatten(0, 3 - ndim)
             sharded = shard(plain, mesh, [Shard(plain.ndim - 1)])
@@ -366,7 +399,7 @@ def test_errors_are_those_of_torch(call: Callable[[torch.Tensor], torch.Tensor])
     with pytest.raises((RuntimeError, NotImplementedError)) as expected:
         call(x)
     with simulated(3):
-        sharded = shard(x, init_device_mesh("cpu", (3,)), [Shard(3)])
+        sharded = shard(x, init_device_mesh(DEVICE, (3,)), [Shard(3)])
         with wire() as sent, pytest.raises(type(expected.value)) as raised:
             call(sharded)
     assert str(raised.value) == str(expected.value) and sent == []
@@ -376,7 +409,7 @@ def test_errors_are_those_of_torch(call: Callable[[torch.Tensor], torch.Tensor])
 def test_nothing_to_pool(pool: Callable[..., torch.Tensor]) -> None:
     """No images, and no outputs."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         for shape, output, has_gradient in (((0, 3, 6, 5), (2, 3), True), ((2, 3, 6, 5), (2, 0), False)):
             with maybe_disable_local_tensor_mode():
                 x = torch.randn(shape, dtype=torch.float64)
@@ -390,8 +423,8 @@ def check_sub_mesh() -> None:
     def unpool(x: torch.Tensor) -> torch.Tensor:
         return F.max_unpool2d(*F.max_pool2d(x, 3, 2, return_indices=True), 3, 2, output_size=(9, 11))
 
-    some = DeviceMesh("cpu", [1, 3])
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
+    some = DeviceMesh(DEVICE, [1, 3])
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "space"))
     for function in (*SOME.values(), unpool):
         if dist.get_rank() in (1, 3):
             assert_parity(function, [x], some, [[Shard(3)]])

@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from harness import DEVICE, Sent, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchhalo
+from torchhalo.kernels import draws
+from torchhalo.ops import randomness
+from torchhalo.torch_internals import streams
+from torchhalo.torch_internals.simulation import fake_world
 
 
 def stochastic_depth(x: torch.Tensor) -> torch.Tensor:
@@ -163,14 +168,14 @@ def test_every_bit_is_even() -> None:
 
 def test_large_tensors_are_drawn_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_draw = values(torch.rand_like, (3, 50, 41))
-    monkeypatch.setattr(torchhalo.ops.randomness, "SLICE", dict.fromkeys(torchhalo.ops.randomness.SLICE, 100))
+    monkeypatch.setattr(draws, "SLICE", dict.fromkeys(draws.SLICE, 100))
     assert torch.equal(values(torch.rand_like, (3, 50, 41)), whole_draw)
 
 
 def test_only_the_check_is_sent() -> None:
     """Two numbers at the first draw on a mesh, and nothing for the next."""
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         torchhalo.ops.randomness._draws.pop(mesh, None)
         x = shard(torch.ones(2, 3, 4, 7), mesh, [Shard(3)])
         with wire() as sent:
@@ -193,14 +198,14 @@ def test_wrong_parameters_raise_as_in_plain_torch(draw: Callable[[torch.Tensor],
     with pytest.raises(RuntimeError) as expected:
         draw(torch.ones(4, 6))
     with simulated(2), pytest.raises(RuntimeError) as found:
-        draw(shard(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)]))
+        draw(shard(torch.ones(4, 6), init_device_mesh(DEVICE, (2,)), [Shard(1)]))
     assert str(found.value) == str(expected.value)
 
 
 def test_edges() -> None:
     """Probabilities of 0 and 1, tensors with no dims and with no elements, dropout that is not in training."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = shard(torch.ones(4, 6), mesh, [Shard(1)])
         assert whole(F.dropout(x, 1.0)).sum() == 0 and whole(F.dropout(x, 0.0)).sum() == 24
         assert whole(torch.native_dropout(x, 1.0, True)[0]).sum() == 0
@@ -214,7 +219,7 @@ def test_edges() -> None:
 def test_inference_mode_draws_the_same(name: str) -> None:
     """There composite ops reach DTensor whole."""
     with simulated(2):
-        x = shard(torch.ones(2, 3, 7), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.ones(2, 3, 7), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         draw = (DRAWS | SPATIAL)[name]
         torch.manual_seed(0)
         expected = whole(draw(x))
@@ -224,9 +229,10 @@ def test_inference_mode_draws_the_same(name: str) -> None:
             torch.testing.assert_close(whole(F.dropout(x, 0.5, training=False)), whole(x))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU stock DTensor draws by shard, without a warning")
 def test_torch_random_leaves_it_to_stock() -> None:
     with simulated(2):
-        x = shard(torch.ones(4, 64), init_device_mesh("cpu", (2,)), [Shard(1)])
+        x = shard(torch.ones(4, 64), init_device_mesh(DEVICE, (2,)), [Shard(1)])
         torch.manual_seed(0)
         with torchhalo.torch_random(), pytest.warns(UserWarning, match="DTensor random operators"):
             mask = whole(F.dropout(x, 0.5))
@@ -245,7 +251,7 @@ def network(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def gradients(way: str, members: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Of the network on real processes; None on a rank outside the mesh."""
-    mesh = mesh_of((members,)) if members == torch.distributed.get_world_size() else DeviceMesh("cpu", list(range(members)))
+    mesh = mesh_of((members,)) if members == torch.distributed.get_world_size() else DeviceMesh(DEVICE, list(range(members)))
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(2, 3, 4, 11, dtype=torch.float64, generator=generator) for _ in range(2))
     x, w = (distribute_tensor(t, mesh, [Shard(3)]).requires_grad_() for t in (x, w))
@@ -272,8 +278,34 @@ def test_real_processes(pool, way: str) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+def test_seeds_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one records they are the device's, which the graph draws anew at each replay, and nothing is awaited or sent."""
+    with simulated(2), wire() as sent:
+        mesh = init_device_mesh("cpu", (2,))
+        randomness._draws.pop(mesh, None)
+        op, device = torch.ops.aten.bernoulli_.float, torch.device("meta")
+        monkeypatch.setattr(streams, "capturing", lambda device: True)
+        state = torch.get_rng_state()
+        assert randomness.seed_of(op, mesh, device, None).device == device
+        assert mesh not in randomness._draws and torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(RuntimeError, match="bernoulli_: a CUDA graph would repeat the draw of a generator of the CPU"):
+            randomness.seed_of(op, mesh, device, torch.Generator())
+        F.dropout(shard(torch.ones(4, 6), mesh, [Shard(1)]), 0.5)
+    assert sent == []
+
+
+def test_no_cuda_no_graph() -> None:
+    """Fake tensors may be on CUDA where torch has none, and raises when asked whether a graph records."""
+    assert not streams.capturing(torch.device("cuda"))
+    with fake_world(2, 0), torchhalo.enable():
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode():
+            x = DTensor.from_local(torch.ones(4, 3, device="cuda"), mesh, [Shard(1)], run_check=False)
+            assert F.dropout(x, 0.5).shape == (4, 6)
+
+
 def seeded_differently() -> str:
-    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    mesh = DeviceMesh(DEVICE, list(range(torch.distributed.get_world_size())))
     torchhalo.ops.randomness._draws.pop(mesh, None)
     torch.manual_seed(torch.distributed.get_rank())
     try:

@@ -306,7 +306,7 @@ def test_in_place_and_out() -> None:
 
 
 def run_on_real_ranks() -> None:
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = init_device_mesh(DEVICE, (3,))
     for size in (9, 7, 2):
         x = torch.randn(2, 3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         sharded = distribute_tensor(x, mesh, [Shard(2)])
@@ -346,7 +346,7 @@ def test_a_result_that_meets_its_input_again_does_not_gather_it(function: Callab
 def test_a_softmax_of_masked_rows(placement: Replicate | Shard) -> None:
     """Rows of which all is masked are zero."""
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x, mask = torch.randn(2, 4, 6, 5, dtype=torch.float64), torch.zeros(2, 4, 6, 5, dtype=torch.bool)
             mask[0, 1, :, 2], mask[1, :, :3] = True, True
@@ -362,7 +362,7 @@ def test_a_softmax_of_masked_rows(placement: Replicate | Shard) -> None:
 def test_sums_of_numbers_alone() -> None:
     """`nansum`, and a norm of order one, which is a sum, beside others."""
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x = torch.randn(2, 5, 7, dtype=torch.float64)
             x[0, 1, 2] = float("nan")

@@ -11,10 +11,11 @@ import cuda_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Sent, assert_parity, mesh_of, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import MASKS, mask_of
+from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -53,7 +54,7 @@ def test_random_attention(data: st.DataObject) -> None:
             st.sampled_from([placements, [[Shard(1), Shard(2)]] * 3, [tokens, *[[Shard(2), Replicate()]] * 2]])
         )
     with simulated(math.prod(mesh)):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         with maybe_disable_local_tensor_mode():
             shapes = [(batch, heads * (1 + grouped), queries, size), *[(batch, heads, keys, size)] * 2]
             tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -103,7 +104,7 @@ def test_kernels_of_cuda(
     with cuda_kernels.on_cpu(), simulated(math.prod(mesh)):
         placements = [[Shard(2)] * len(mesh)] * len(tensors)
         needs_grad = [True] * 3 + [op is cuda_kernels.EFFICIENT] * (kind == "bias")
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         assert_parity(fused(op, kind == "causal"), tensors, devices, placements, 1e-11, needs_grad)
 
 
@@ -112,7 +113,7 @@ def test_without_gradient(tokens: int) -> None:
     """The kernel is asked for no logsumexp then, and must give one all the same."""
     with cuda_kernels.on_cpu(), simulated(3):
         x, bias = torch.randn(2, 2, tokens, 4, dtype=torch.float64), torch.randn(2, 2, tokens, tokens, dtype=torch.float64)
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         q, mask = shard(x, mesh, [Shard(2)]), shard(bias, mesh, [Replicate()])
         out, sums, *_ = cuda_kernels.EFFICIENT(q, q, q, mask, False)
         with maybe_disable_local_tensor_mode():
@@ -130,7 +131,7 @@ def test_queries_that_see_no_key(hidden: float, rows: list[int]) -> None:
         mask[rows], mask[5, :4] = hidden, hidden
         needs_grad = [hidden > -1e300 or hidden == -math.inf] * 3 + [False]
         tolerance = 1e-6 if hidden == -1e9 else 1e-11  # the rounding of the scores there
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         assert_parity(attend, [*x, mask], mesh, [[Shard(2)]] * 3 + [[Replicate()]], tolerance, needs_grad)
 
 
@@ -142,7 +143,7 @@ def test_hidden_queries_of_ranks_without_keys(keys: int, rows: list[int]) -> Non
         x = [torch.randn(1, 2, size, 4, dtype=torch.float64) for size in (4, keys, keys)]
         mask = torch.ones(4, keys, dtype=torch.bool)
         mask[rows] = False
-        mesh, placements = init_device_mesh("cpu", (2,)), [*[[Shard(2)]] * 3, [Replicate()]]
+        mesh, placements = init_device_mesh(DEVICE, (2,)), [*[[Shard(2)]] * 3, [Replicate()]]
         assert_parity(attend, [*x, mask], mesh, placements, 1e-11, [True] * 3 + [False])
 
 
@@ -153,7 +154,7 @@ def elements(tokens: int) -> int:
 
 def sent_by(tokens: int, ranks: int, causal: bool) -> tuple[list[Sent], list[Sent]]:
     with simulated(ranks), torchhalo.strict():
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh(DEVICE, (ranks,))
         q, k, v = (shard(torch.randn(2, 2, tokens, 5), mesh, [Shard(2)]).requires_grad_() for _ in range(3))
         with wire() as forward:
             y = attend(q, k, v, is_causal=causal)
@@ -200,7 +201,7 @@ def test_memory_is_that_of_blocks(passes: str) -> None:
 
     def peak(ranks: int) -> float:
         with simulation.fake_world(ranks, 1), torchhalo.enable():
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = init_device_mesh(DEVICE, (ranks,))
             meta = dtensors.meta(torch.empty(1, 4, 64 * ranks, 32, device="meta"))
             q, k, v, grad = (dtensors.wrap(torch.randn(1, 4, 64, 32), mesh, [Shard(2)], meta) for _ in range(4))
             if passes == "forward":
@@ -279,7 +280,7 @@ def multiplier(shape: tuple[int, ...], p: float) -> torch.Tensor:
     """What dropout multiplies with, of the first draw after the seed."""
     with simulated(2):
         torch.manual_seed(5)
-        ones = shard(torch.ones(shape, dtype=torch.float64), init_device_mesh("cpu", (2,)), [Replicate()])
+        ones = shard(torch.ones(shape, dtype=torch.float64), init_device_mesh(DEVICE, (2,)), [Replicate()])
         return whole(F.dropout(ones, p))
 
 
@@ -317,7 +318,7 @@ def test_dropout(op: torch._ops.OpOverload, causal: bool, ring: bool, monkeypatc
     ]
     for mesh, placements in choices:
         with simulated(math.prod(mesh)):
-            assert_parity(function, x, init_device_mesh("cpu", mesh), [placements] * 3, 1e-11)
+            assert_parity(function, x, init_device_mesh(DEVICE, mesh), [placements] * 3, 1e-11)
 
 
 def test_dropout_with_a_bias() -> None:
@@ -333,28 +334,30 @@ def test_dropout_with_a_bias() -> None:
             return cuda_kernels.EFFICIENT(q, k, v, bias, True, dropout_p=p)[0].contiguous()  # noqa: B023
 
         with simulated(3):
-            assert_parity(function, [*x, bias], init_device_mesh("cpu", (3,)), [[Shard(2)]] * 3 + [[Replicate()]], 1e-11)
+            assert_parity(function, [*x, bias], init_device_mesh(DEVICE, (3,)), [[Shard(2)]] * 3 + [[Replicate()]], 1e-11)
 
 
-class OverImage(torch.nn.Module):
+class OverImage(nn.Module):
     """Self-attention over all places of an image, as in the middle of an autoencoder."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = torch.nn.Conv2d(2, 12, 3, padding=1)
+        self.project = nn.Conv2d(2, 12, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in self.project(x).chunk(3, 1))
         return attend(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def test_streamed() -> None:
-    """One device as all ranks in turn: a block that goes on is a copy."""
-    x = torch.randn(1, 2, 7, 3, dtype=torch.float64)
-    plain = OverImage().double()
-    streamed = torchhalo.stream(copy.deepcopy(plain), shards=3, progress=False)
+def check_streamed(plain: nn.Module, x: torch.Tensor, shards: int) -> None:
+    """One device as all ranks in turn: what travels is a copy."""
+    streamed = torchhalo.stream(copy.deepcopy(plain), shards=shards, progress=False)
     for model in (plain, streamed):
         model(x).square().sum().backward()
     torch.testing.assert_close(streamed(x), plain(x), rtol=0, atol=1e-12)
     for got, want in zip(streamed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)
+
+
+def test_streamed() -> None:
+    check_streamed(OverImage().double(), torch.randn(1, 2, 7, 3, dtype=torch.float64), 3)

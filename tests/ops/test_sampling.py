@@ -73,7 +73,7 @@ def test_on_processes(pool, compiled: bool) -> None:
 
 def infer() -> None:
     """On a mesh that leaves rank 0 out, where ops arrive in their composite form."""
-    mesh = DeviceMesh("cpu", [1, 2])
+    mesh = DeviceMesh(DEVICE, [1, 2])
     x, theta = torch.randn(2, 3, 5, 7), torch.randn(2, 2, 3)
     with torch.inference_mode():
         result = warped(distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(theta, mesh, [Replicate()]))

@@ -157,7 +157,7 @@ def test_an_index_without_dims() -> None:
             assert_parity(
                 lambda x, i, j: torch.ops.aten.index(x, where(i, j)).sin(),  # noqa: B023
                 [x, i, j],
-                init_device_mesh("cpu", (2,)),
+                init_device_mesh(DEVICE, (2,)),
                 placements,
                 needs_grad=[True, False, False],
             )
@@ -188,7 +188,7 @@ def test_random_calls(data: st.DataObject) -> None:
 def test_a_table_beside_an_activation_sends_its_gradient_alone() -> None:
     """The bias of an attention, as Swin and its kin have it: partial sums of the table's gradient, nothing else."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with maybe_disable_local_tensor_mode():
             index = torch.randint(0, 9, (6, 5))
         x = shard(torch.randn(2, 3, 6, 5, dtype=torch.float64), mesh, [Shard(2)])
@@ -208,7 +208,7 @@ def test_a_flat_table(dim: int) -> None:
         assert_parity(
             lambda x, table, i: x + table[i.view(-1)].view(6, 7, 3).permute(2, 0, 1),
             tensors,
-            init_device_mesh("cpu", (3,)),
+            init_device_mesh(DEVICE, (3,)),
             [[Shard(dim)], [Replicate()], [Replicate()]],
             needs_grad=[True, True, False],
         )
@@ -258,7 +258,7 @@ def test_wrong_calls_send_nothing(call: Callable[[torch.Tensor, torch.Tensor], t
             x, i = torch.randn(3, 5, 4, dtype=torch.float64), torch.tensor([0, 1, 2])
             with pytest.raises((RuntimeError, IndexError)):
                 call(x, i)
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with wire() as sent, pytest.raises((RuntimeError, IndexError)):
             call(shard(x, mesh, [Shard(2)]), shard(i, mesh, [Replicate()]))
     assert all(each.name == "all_reduce" for each in sent)  # of a mean
@@ -295,7 +295,7 @@ def test_random_embeddings(data: st.DataObject) -> None:
 def test_rows_are_shortened_on_all_ranks() -> None:
     """`max_norm` changes the rows that are read; each rank reads others."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with maybe_disable_local_tensor_mode():
             table, indices = torch.randn(5, 3, dtype=torch.float64) * 4, torch.tensor([[0, 0, 1], [3, 1, 3]])
             expected = table.clone()
@@ -367,7 +367,7 @@ def test_a_compiled_model_with_tables(pool) -> None:
 
 
 def on_a_submesh() -> None:
-    mesh = DeviceMesh("cpu", [1, 2])
+    mesh = DeviceMesh(DEVICE, [1, 2])
     x = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([[0, 2, 1], [4, 4, 0]])
     sharded = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
@@ -389,7 +389,7 @@ def test_on_a_submesh(pool) -> None:
 def test_what_is_written_to_a_cut_dim_stays_where_it_is() -> None:
     """Each rank writes what it owns of values that all have."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         y = shard(torch.zeros(1, 2, 6), mesh, [Shard(2)])
         with wire() as sent:
             y[:, :, shard(torch.tensor([1, 5, 2]), mesh, [Replicate()])] = shard(torch.ones(1, 2, 3), mesh, [Replicate()])

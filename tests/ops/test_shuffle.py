@@ -42,7 +42,7 @@ def test_random_shuffles(data: st.DataObject) -> None:
 def test_aligned_blocks_do_not_travel() -> None:
     """5 rows over 3 ranks are 2, 2, 1; of the 10 after a shuffle by two each has 4, 4, 2: nothing is sent, there or back."""
     with simulated(3):
-        x = shard(torch.randn(1, 8, 5, 3), init_device_mesh("cpu", (3,)), [Shard(2)]).requires_grad_()
+        x = shard(torch.randn(1, 8, 5, 3), init_device_mesh(DEVICE, (3,)), [Shard(2)]).requires_grad_()
         with wire() as sent:
             y = F.pixel_shuffle(x, 2)
             y.backward(torch.ones_like(y))
@@ -54,7 +54,7 @@ def test_aligned_blocks_do_not_travel() -> None:
 def test_only_what_changes_owner_travels() -> None:
     """7 rows over 3 ranks are 3, 3, 1; of the 14 after a shuffle they have 5, 5, 4, which read rows 0..2, 2..4 and 5..6."""
     with simulated(3):
-        x = shard(torch.randn(1, 4, 7, 3), init_device_mesh("cpu", (3,)), [Shard(2)]).requires_grad_()
+        x = shard(torch.randn(1, 4, 7, 3), init_device_mesh(DEVICE, (3,)), [Shard(2)]).requires_grad_()
         with wire() as sent:
             y = F.pixel_shuffle(x, 2)
         grad = torch.ones_like(y)
@@ -71,7 +71,7 @@ def test_errors_come_before_anything_is_sent(name: str, factor: int) -> None:
     with simulated(2):
         with maybe_disable_local_tensor_mode(), pytest.raises(RuntimeError):
             function(torch.randn(1, 2, 5, 7), factor)
-        x = shard(torch.randn(1, 2, 5, 7), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(1, 2, 5, 7), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent, pytest.raises(RuntimeError):
             function(x, factor)
     assert not sent
@@ -98,7 +98,7 @@ def test_on_processes(pool, compiled: bool) -> None:
 
 def infer() -> None:
     """On a mesh that leaves rank 0 out."""
-    mesh = DeviceMesh("cpu", [1, 2])
+    mesh = DeviceMesh(DEVICE, [1, 2])
     x = torch.randn(1, 4, 7, 3)
     with torch.inference_mode():
         result = shuffled(distribute_tensor(x, mesh, [Shard(2)]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import assert_parity, whole
+from harness import DEVICE, assert_parity, whole
 from stock import SIZE, Model, Run, assert_same_gradients, grid_mesh, line_mesh, mean_square, random, replicated
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -116,7 +116,7 @@ def _refuses_to_distribute() -> None:
     assert distribute_tensor(tensor, mesh, [Shard(0)]) is tensor
     with pytest.raises(ValueError, match="to a different device mesh"):
         distribute_tensor(tensor, grid, [Shard(0), Replicate()])
-    backwards = DeviceMesh("cpu", list(reversed(range(dist.get_world_size()))))
+    backwards = DeviceMesh(DEVICE, list(reversed(range(dist.get_world_size()))))
     with pytest.raises(ValueError, match="to a different device mesh"):
         distribute_tensor(tensor, backwards, [Shard(0)])
     for placement in (Shard(1), Replicate()):

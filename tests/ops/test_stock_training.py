@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Pool, whole
+from harness import DEVICE, Pool, whole
 from stock import SIZE, Model, Run, assert_same_gradients, grid_mesh, line_mesh, mean_square, random, replicated
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ def _autocasts() -> None:
     for placement in (Shard(3), Shard(2), Shard(0), Replicate()):
         model.zero_grad()
         plain.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             middle, expected_middle = model.first(distribute_tensor(x, mesh, [placement])), plain.first(x)
             assert middle.dtype == middle.to_local().dtype == torch.bfloat16
             output, expected = model(distribute_tensor(x, mesh, [placement])), plain(x)
@@ -92,7 +92,7 @@ def _autocasts() -> None:
                 assert got.grad is not None and got.grad.dtype == got.grad.to_local().dtype == torch.float32
                 _assert_near(got.grad, want.grad)
     linear = distribute_module(nn.Linear(14, 5), mesh)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert linear(distribute_tensor(x, mesh)).dtype == torch.bfloat16
 
 

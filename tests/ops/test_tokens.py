@@ -246,14 +246,14 @@ def test_dropout_of_tokens_draws_what_it_draws_anywhere() -> None:
     for ranks, dim in ((1, 2), (2, 2), (2, 3), (3, 3)):
         with simulated(ranks):
             torch.manual_seed(3)
-            x = shard(weight(2, 4, 5, 7), init_device_mesh("cpu", (ranks,)), [Shard(dim)])
+            x = shard(weight(2, 4, 5, 7), init_device_mesh(DEVICE, (ranks,)), [Shard(dim)])
             found.append(whole(F.dropout(x.flatten(2).transpose(1, 2), 0.4)))
     assert all(torch.equal(each, found[0]) for each in found) and 0 < (found[0] == 0).double().mean() < 1
 
 
 def test_a_piece_that_was_cut_before_a_write_is_stale() -> None:
     with simulated(2):
-        x = shard(weight(1, 2, 4, 6), init_device_mesh("cpu", (2,)), [Shard(3)])
+        x = shard(weight(1, 2, 4, 6), init_device_mesh(DEVICE, (2,)), [Shard(3)])
         y = x * 1
         piece = y[..., 1:4]
         y.flatten(2).mul_(2)
@@ -345,7 +345,7 @@ def test_tokens_out_of_a_graph(pool) -> None:
 def test_writes_between_tokens_and_others(mesh: tuple[int, ...], dims: tuple[int, ...]) -> None:
     """Into tokens from a tensor that is cut along them, whole, or a sum; and the other way round."""
     with simulated(math.prod(mesh)):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         x, y = weight(2, 4, 5, 7), weight(2, 4, 35).flip(2)
         for placements in ([Shard(2)], [Replicate()], [Partial()], [Shard(1)]):
             others = [*placements, *[Replicate()] * (len(mesh) - 1)]
@@ -365,7 +365,7 @@ def test_writes_between_tokens_and_others(mesh: tuple[int, ...], dims: tuple[int
 
 def test_no_tensor_is_made_or_saved_as_a_grid() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         tokens = shard(weight(2, 3, 5, 7), mesh, [Shard(3)]).flatten(2)
         with pytest.raises(NotImplementedError, match=r"cannot be made or saved .*redistribute"):
             torch.distributed.tensor.zeros(2, 3, 35, device_mesh=mesh, placements=tokens.placements)

@@ -54,7 +54,7 @@ def test_unpool_to_any_place(placements: list[Placement]) -> None:
     shape, output = (2, 3, 5, 4), (7, 9)
     x, indices = scattered(shape, output)
     with simulated(4):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         sharded = shard(x, mesh, placements), shard(indices, mesh, placements)
         with wire() as sent:
             torch.ops.aten.max_unpool2d(*sharded, output)
@@ -107,7 +107,7 @@ def test_random_gathers(data: st.DataObject) -> None:
 
 def check_invalid_index() -> str:
     """One rank of four has an index that is out of range; all raise."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     x, indices = scattered((2, 1, 2, 4), (4, 4))
     indices[1, 0, 1, 3] = 99
     sharded = [distribute_tensor(t, mesh, [Shard(0), Shard(3)]) for t in (x, indices)]

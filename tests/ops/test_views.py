@@ -168,7 +168,7 @@ def test_patterns_of_models(name: str, mesh: tuple[int, ...], dims: tuple[int, .
 def test_flatten_sends_what_changes_owner() -> None:
     """4 x 6 over 2 ranks, 3 columns each, as pairs: 6 each, of which a rank has 3; back to rows, 2 each, nothing travels."""
     with simulated(2):
-        x = shard(torch.randn(2, 4, 6), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(2, 4, 6), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as there:
             y = x.view(2, 12, 2)
         with wire() as back:
@@ -181,7 +181,7 @@ def test_flatten_sends_what_changes_owner() -> None:
 def test_columns_stay_where_they_are() -> None:
     """4 x 6 over 2 ranks, 3 columns each: as tokens they stay, and come back as columns; other placements are to be had."""
     with simulated(2):
-        x = shard(torch.arange(48.0).view(2, 4, 6), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.arange(48.0).view(2, 4, 6), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         with wire() as sent:
             y = x.view(2, 24)
             z = y.view(2, 4, 6)
@@ -201,7 +201,7 @@ def test_grids_are_equal_by_what_they_say() -> None:
 
 def test_local_views_share_memory() -> None:
     with simulated(2):
-        x = shard(torch.randn(2, 3, 4, 6), init_device_mesh("cpu", (2,)), [Shard(2)])
+        x = shard(torch.randn(2, 3, 4, 6), init_device_mesh(DEVICE, (2,)), [Shard(2)])
         y = x.view(2, 3, 24)
         y.zero_()
         assert not whole(x).any()
@@ -236,7 +236,7 @@ def test_taps_are_never_cut(ranks: int, dim: int, kernel: int) -> None:
     """Neither a single tap, nor the taps of fewer channels than ranks."""
     with simulated(ranks):
         columns = torch.randn(2, 3 * kernel**2, (9 - kernel) ** 2, dtype=torch.float64)
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh(DEVICE, (ranks,))
         assert_parity(lambda x: F.fold(x, (8, 8), kernel), [columns], mesh, [[Shard(dim)]])
 
 
@@ -244,13 +244,13 @@ def test_taps_are_never_cut(ranks: int, dim: int, kernel: int) -> None:
 def test_any_dtype_travels(dtype: torch.dtype) -> None:
     with simulated(3):
         x = torch.arange(70).view(2, 5, 7).to(dtype)
-        y = shard(x, init_device_mesh("cpu", (3,)), [Shard(2)]).view(2, 35)
+        y = shard(x, init_device_mesh(DEVICE, (3,)), [Shard(2)]).view(2, 35)
         assert torch.equal(whole(y), x.view(2, 35)) and y.dtype == dtype
 
 
 def test_channels_last_stays() -> None:
     with simulated(3):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(DEVICE, (3,))
         x = torch.randn(2, 4, 5, 7, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
         for dim in (2, 3):
             y = assert_parity(lambda x: x.view(2, 4, 35), [x], mesh, [[Shard(dim)]])
@@ -261,7 +261,7 @@ def test_channels_last_stays() -> None:
 
 def test_errors_are_torchs() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         for x, size in ((torch.randn(4, 6), (25,)), (torch.randn(4, 6).t(), (24,)), (torch.randn(4, 6), (-1, 5))):
             with maybe_disable_local_tensor_mode(), pytest.raises(RuntimeError) as expected:
                 x.view(size)
@@ -288,7 +288,7 @@ def test_processes(pool, inference: bool) -> None:
 
 def check_part_of_the_world() -> None:
     """On a mesh whose ranks are in descending order, which `distribute_tensor` does not know to fill."""
-    mesh = DeviceMesh("cpu", [2, 0])
+    mesh = DeviceMesh(DEVICE, [2, 0])
     x = torch.arange(48.0).view(2, 4, 6)
     coordinate = mesh.get_coordinate()
     part = torch.empty(0) if coordinate is None else x.chunk(2, 2)[coordinate[0]]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import assert_parity, mesh_of, simulated
+from harness import DEVICE, assert_parity, mesh_of, simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
@@ -34,7 +34,7 @@ def test_placements_of_direction_and_length(ranks: int, places: list[Placement])
         assert_parity(
             lambda v, g, x: torch.conv2d(x, torch._weight_norm(v.contiguous(), g, 0), padding=1),
             tensors,
-            init_device_mesh("cpu", (ranks,)),
+            init_device_mesh(DEVICE, (ranks,)),
             [[place] for place in (*places, Shard(2))],
         )
 
@@ -48,7 +48,7 @@ def test_dims_of_the_norm(dim: int) -> None:
         assert_parity(
             lambda v, g, x: torch.conv_transpose2d(x, torch._weight_norm(v, g, dim), padding=1),
             tensors,
-            init_device_mesh("cpu", (2,)),
+            init_device_mesh(DEVICE, (2,)),
             [[Replicate()], [Replicate()], [Shard(3)]],
         )
 

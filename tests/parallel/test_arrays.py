@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import DEVICE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -47,7 +48,7 @@ def test_too_many_axes_for_the_dims() -> None:
 
 
 def check_shards(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int, ...] | None) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(DEVICE, mesh_shape)
     whole = torch.arange(float(np.prod(shape))).view(shape)
     chosen = dims or spatial_dims(shape, mesh.ndim)
     expected = distribute_tensor(whole, mesh, [Shard(dim % len(shape)) for dim in chosen])
@@ -74,7 +75,7 @@ def test_shards_are_those_of_distribute_tensor(pool, mesh, shape, dims) -> None:
 
 
 def check_store(mesh_shape: tuple[int, ...], placements: list[Any], path: str) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(DEVICE, mesh_shape)
     whole = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0))
     torchhalo.store(distribute_tensor(whole, mesh, placements), np.lib.format.open_memmap(path, mode="r+"))
 
@@ -88,7 +89,7 @@ def test_ranks_write_their_boxes(pool, tmp_path: Path, placements) -> None:
 
 
 def check_errors() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     x = torch.zeros(1, 2, 4, 4)
     with pytest.raises(ValueError, match=r"`dims` \(=\(2, 3\)\) must name one dim for each of the 1 axes"):
         torchhalo.shard(x, mesh, (2, 3))

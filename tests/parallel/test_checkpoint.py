@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import DEVICE
 from pages import execute, snippet
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -58,7 +59,7 @@ class Net(nn.Module):
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "space")[-len(shape) :])
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("data", "space")[-len(shape) :])
 
 
 def made(kind: str) -> tuple[nn.Module, DeviceMesh | None]:

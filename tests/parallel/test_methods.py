@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import mesh_of, simulated
+from harness import DEVICE, mesh_of, simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -147,4 +147,4 @@ def test_whole_outputs_are_ordinary_tensors(pool, memory: torch.memory_format) -
 
 def test_methods_must_be_there() -> None:
     with simulated(2), pytest.raises(ValueError, match=r"`methods` must name methods of Autoencoder.*\['embed'\]"):
-        torchhalo.parallelize(Autoencoder(), init_device_mesh("cpu", (2,)), methods=("features", "embed"))
+        torchhalo.parallelize(Autoencoder(), init_device_mesh(DEVICE, (2,)), methods=("features", "embed"))

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchhalo
+from torchhalo.torch_internals import dtensors
 
 
 class Net(nn.Module):
@@ -41,7 +43,7 @@ class Net(nn.Module):
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(DEVICE, shape)
 
 
 def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -161,3 +163,18 @@ def check_style() -> None:
 
 def test_style_of_parallelize_module(pool) -> None:
     pool(2).run(check_style)
+
+
+def check_memory() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 1, 3, padding=1))
+    torchhalo.parallelize(model.to(memory_format=torch.channels_last), mesh_of((2,)), dims=2)
+    model(torch.randn(1, 3, 12, 8)).square().mean().backward()
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        strides = dtensors.local(parameter).stride(), parameter.grad.stride(), dtensors.local(parameter.grad).stride()
+        assert set(strides) == {parameter.stride()}, (parameter.shape, parameter.stride(), strides)
+
+
+def test_channels_last_parameters_and_gradients_stay_so(pool) -> None:
+    """A shard that lies otherwise is turned around at each step, and optimizers update such parameters one by one."""
+    pool(2).run(check_memory)

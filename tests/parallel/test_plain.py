@@ -94,7 +94,7 @@ def test_random_mixes(data: st.DataObject) -> None:
 @pytest.fixture
 def x() -> Iterator[DTensor]:
     with simulated(2):
-        yield shard(torch.ones(SIZES), init_device_mesh("cpu", (2,)), [Shard(3)])
+        yield shard(torch.ones(SIZES), init_device_mesh(DEVICE, (2,)), [Shard(3)])
 
 
 def test_outside_the_scope_mixing_raises(x: DTensor) -> None:
@@ -142,7 +142,7 @@ def test_what_is_written_to_a_plain_tensor_is_whole(write: Callable[[torch.Tenso
     expected, x = ones.clone(), values.clone().requires_grad_()
     write(expected, x)
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         sharded, plain = shard(values, mesh, [Shard(3)]).requires_grad_(), each_rank(ones)
         with torchhalo.strict(), torchhalo.plain_as_replicated(), pytest.raises(torchhalo.GatherError, match=r"dim (2|3)"):
             write(plain, sharded)
@@ -168,7 +168,7 @@ def test_a_sum_that_is_added_to_a_plain_number_is_no_gather(x: DTensor) -> None:
 
 def test_parallelize_permits_mixing_on_its_mesh(x: DTensor) -> None:
     """Plain labels and the learned weight of a loss beside a sharded prediction; other meshes raise, and so do shards."""
-    mesh, other = x.device_mesh, DeviceMesh("cpu", [1, 0])
+    mesh, other = x.device_mesh, DeviceMesh(DEVICE, [1, 0])
     elsewhere = shard(torch.ones(SIZES), other, [Shard(3)])
     labels, weight = torch.arange(6.0), torch.tensor(2.0, requires_grad=True)
     for inputs, mixes in (("shard", False), ("whole", True)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import simulated
+from harness import DEVICE, simulated
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -125,7 +125,7 @@ def test_private_api_is_what_we_expect() -> None:
 def test_stock_is_wrong_and_torchhalo_mends_it() -> None:
     """Why the package exists; also that `disable` really gives DTensor its own convolution back."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = distribute_tensor(torch.randn(1, 2, 4, 8), mesh, [Shard(2)])
         w = distribute_tensor(torch.randn(2, 2, 3, 3), mesh, [Replicate()])
         assert F.conv2d(x, w, padding=1).shape == (1, 2, 4, 8)
@@ -142,4 +142,4 @@ def test_a_world_knows_nothing_of_those_before() -> None:
     """An equal mesh of another world is seen from another rank."""
     for rank, members in ((0, (0, 2)), (3, (1, 3))):
         with simulated(4) if rank == 0 else simulation.fake_world(4, rank):
-            assert process_groups.submesh_members(init_device_mesh("cpu", (2, 2)), [0]) == members
+            assert process_groups.submesh_members(init_device_mesh(DEVICE, (2, 2)), [0]) == members

@@ -17,6 +17,7 @@ from torchhalo.exchange.layout import Layout, layout
 from torchhalo.geometry import Box, Span
 from torchhalo.geometry.reshapes import factors
 from torchhalo.torch_internals import dtensors, process_groups, simulation
+from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 
 
@@ -71,20 +72,34 @@ def unfolded_meta(meta: dtensors.Meta, placements: Sequence[Placement]) -> dtens
     return dtensors.Meta(shape, tuple(stride), meta.dtype)
 
 
+def apart_layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[tuple[range, ...], Layout]:
+    """For each dim of a tensor, those that it becomes with the dims of its grids apart, and the layout of these."""
+    apart = unfolded(tuple(map(int, shape)), tuple(placements))
+    return apart.dims, layout(apart.shape, mesh, apart.placements)
+
+
+class _Unfold:
+    """A tensor with the dims of its grids apart, as far as shapes tell it."""
+
+    def __init__(self, mesh: DeviceMesh, tensor: dtensors.Signature) -> None:
+        meta = unfolded_meta(tensor.meta, tensor.placements)
+        placements = unfolded(tensor.meta.shape, tensor.placements).placements
+        self.result, self._owned = dtensors.Result(mesh, placements, meta), layout(meta.shape, mesh, placements)
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def part(self, shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        if coordinate not in self._shapes:
+            self._shapes[coordinate] = tuple(self._owned.owned(coordinate).shape)
+        return shard.view(self._shapes[coordinate])
+
+
 def unfold(tensor: DTensor) -> DTensor:
     """``tensor`` with the dims of its grids apart: a view."""
     if not has_grid(tensor.placements):
         return tensor
-    mesh, meta = tensor.device_mesh, unfolded_meta(dtensors.meta(tensor), tensor.placements)
-    placements = unfolded(tuple(map(int, tensor.shape)), tuple(tensor.placements)).placements
-    owned, coordinate = layout(meta.shape, mesh, placements), process_groups.coordinate(mesh)
-    if coordinate is None:
-        return dtensors.wrap(dtensors.local(tensor), mesh, placements, meta)
-
-    def split(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
-        return shard.view(owned.owned(coordinate).shape)
-
-    return dtensors.wrap(simulation.per_rank(split, dtensors.local(tensor), *coordinate), mesh, placements, meta)
+    apart = cached_on_mesh(tensor.device_mesh, _Unfold, dtensors.signature(tensor))
+    shard, coordinate = dtensors.local(tensor), process_groups.coordinate(tensor.device_mesh)
+    return apart.result.wrap(shard if coordinate is None else simulation.per_rank(apart.part, shard, *coordinate))
 
 
 def fold(tensor: DTensor, meta: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
@@ -139,8 +154,8 @@ def owner_layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
     """The layout of a tensor of which each rank owns a box, if elements may be numbered by owner."""
     if not has_grid(placements):
         return layout(shape, mesh, placements)
-    apart = unfolded(tuple(map(int, shape)), tuple(placements))
-    return OwnerLayout(layout(apart.shape, mesh, apart.placements), apart.dims)
+    dims, apart = apart_layout(shape, mesh, placements)
+    return OwnerLayout(apart, dims)
 
 
 def positions(tensor: DTensor, coordinate: Sequence[int]) -> list[torch.Tensor]:

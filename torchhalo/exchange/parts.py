@@ -46,7 +46,7 @@ def worthwhile(size: int, device: str) -> bool:
     return size >= ENOUGH.get(device, ENOUGH["cuda"])
 
 
-def edges(exchange: Exchange, own: Box, region: Box) -> list[Box] | None:
+def strips_beyond(exchange: Exchange, own: Box, region: Box) -> list[Box] | None:
     """What of ``own`` is wrong if it is computed from ``region`` alone; None where that is more than half of it."""
     inside = []
     for dim, window, outputs, inputs in zip(exchange.dims, exchange.windows, own.spans, region.spans, strict=True):
@@ -77,7 +77,7 @@ def bulk_and_strips(
             return None, []
         fitted.append(found)
     region = Box(tuple(span for span, _, _ in fitted))
-    strips = edges(exchange, own, region)
+    strips = strips_beyond(exchange, own, region)
     if strips is None:
         return None, []
     reached = [Box(tuple(w.reach(span) for w, span in zip(exchange.windows, s.spans, strict=True))) for s in strips]

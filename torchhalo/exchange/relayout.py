@@ -23,12 +23,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.gather_dim import gather_dim
 from torchhalo.exchange.gathers import notice_move
-from torchhalo.exchange.grids import Unfolded, fold, grid_placements, unfold, unfolded, unfolded_meta
+from torchhalo.exchange.grids import Unfolded, apart_layout, fold, grid_placements, unfold, unfolded, unfolded_meta
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.exchange.memory import strides
 from torchhalo.geometry import Box
 from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
+from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.calls import running_call
 from torchhalo.torch_internals.grid_shard import has_grid, is_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
@@ -188,7 +189,7 @@ def _chunk_placements(source: Unfolded, mesh_shape: tuple[int, ...], shape: tupl
     return tuple(placements)
 
 
-def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement]) -> DTensor:
+def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placement], about: object = None) -> DTensor:
     """``input`` in the shape of ``result``, which holds the same elements in the same order, with other placements.
 
     Where nothing travels and no rank's part changes, the result is a view of the shard, if its strides allow one. Else only
@@ -196,10 +197,11 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
 
     Args:
         placements: Shard, `GridShard` or Replicate where ``input`` is not Partial.
+        about: What watchers of collectives are told; without it, those of moves are told too.
     """
     if has_grid(placements):
         apart = unfolded(tuple(result.shape), tuple(placements)).placements
-        return fold(relayout(input, unfolded_meta(result, placements), apart), result, placements)
+        return fold(relayout(input, unfolded_meta(result, placements), apart, about), result, placements)
     input = unfold(input)
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     if coordinate is None:
@@ -208,7 +210,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     if not move.unmoved and factors(move.source.shape, move.target.shape) is None:
         shape = between(move.source.shape, move.target.shape)
         middle = dtensors.Meta(shape, strides(shape, torch.contiguous_format), result.dtype)
-        return relayout(relayout(input, middle, view_placements(input, shape)), result, placements)
+        return relayout(relayout(input, middle, view_placements(input, shape), about), result, placements, about)
 
     def as_it_is(shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
         return shard.reshape(move.target.owned(coordinate).shape)
@@ -222,7 +224,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
     elif move.source.shape == move.target.shape and not move.axes:
         out = simulation.per_rank(part, shard, *coordinate)
     else:
-        out = _moved(shard, move, input, result)
+        out = _moved(shard, move, input, result, about)
     return dtensors.wrap(out, mesh, placements, result)
 
 
@@ -233,10 +235,10 @@ def _received(move: Relayout, mesh: DeviceMesh) -> int:
     return sum(sum(move.plan(coordinate, places).received) for coordinate in everyone) // len(everyone)
 
 
-def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta) -> torch.Tensor:
+def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors.Meta, about: object) -> torch.Tensor:
     mesh, coordinate = input.device_mesh, process_groups.coordinate(input.device_mesh)
     assert coordinate is not None
-    if move.axes and (call := running_call()) is not None:
+    if move.axes and about is None and (call := running_call()) is not None:
         notice_move(call.name, input.shape, lambda: _received(move, mesh) * input.dtype.itemsize)
     group, places = process_groups.submesh_group(mesh, move.axes) if move.axes else (None, (0,))
     order = sorted(range(len(result.shape)), key=lambda dim: result.stride[dim], reverse=True)
@@ -264,37 +266,55 @@ def _moved(shard: torch.Tensor, move: Relayout, input: DTensor, result: dtensors
     arrived = None
     if group is not None:
         packed, *counts = simulation.per_rank(pack, shard, *coordinate)
-        arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group)
+        arrived = collectives.all_to_all(packed, counts[: len(places)], counts[len(places) :], group, about)
     return simulation.per_rank(unpack, shard, arrived, *coordinate)
 
 
-def with_placements(input: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``input`` with other placements, Shard or Replicate, partial sums added up first; the same object if it has them."""
+def with_placements(input: DTensor, placements: Sequence[Placement], about: object = None) -> DTensor:
+    """``input`` with other placements, none of them Partial, partial sums added up first; the same object if it has them.
+
+    Args:
+        about: As for `relayout`.
+    """
     input = redistribution.reduce_partial(input)
     if tuple(placements) == tuple(input.placements):
         return input
-    return relayout(input, dtensors.meta(input), placements)
+    return relayout(input, dtensors.meta(input), placements, about)
 
 
-def viewed(input: DTensor, result: dtensors.Meta) -> DTensor:
-    """``input`` in the shape of ``result``, moved only where no placement has it that each rank keeps what it has."""
-    return relayout(input, result, viewed_placements(input, result.shape))
+class _View:
+    """A view of a tensor in another shape, as far as shapes tell it: its placements, and each rank's part if nothing moves."""
+
+    def __init__(self, mesh: DeviceMesh, input: dtensors.Signature, result: dtensors.Meta) -> None:
+        apart = unfolded(tuple(input.meta.shape), tuple(input.placements))
+        source = layout(apart.shape, mesh, apart.placements)
+        placements: Sequence[Placement] = _chunk_placements(apart, mesh.shape, tuple(result.shape))
+        if not Relayout(source, layout(result.shape, mesh, placements)).unmoved:
+            placements = grid_placements(source, apart.placements, tuple(result.shape)) or placements
+        self._dims, self._owned = apart_layout(result.shape, mesh, placements)
+        self.moves = not Relayout(source, self._owned).unmoved
+        self.result = dtensors.Result(mesh, placements, result)
+        self._shapes: dict[tuple[int, ...], list[int]] = {}
+
+    def part(self, shard: torch.Tensor, *coordinate: int) -> torch.Tensor:
+        """The rank's part, if nothing moves."""
+        if coordinate not in self._shapes:
+            shape = self._owned.owned(coordinate).shape
+            self._shapes[coordinate] = [prod(shape[group.start : group.stop]) for group in self._dims]
+        return shard.reshape(self._shapes[coordinate])
 
 
-def viewed_placements(input: DTensor, shape: Sequence[int]) -> Sequence[Placement]:
-    """The placements of a view of ``input`` in ``shape``: such that nothing moves, if there are any."""
-    apart = unfold(input)
-    placements = view_placements(apart, shape)
-    if Relayout.of(apart, shape, placements).unmoved:
-        return placements
-    source = layout(apart.shape, apart.device_mesh, apart.placements)
-    return grid_placements(source, tuple(apart.placements), tuple(map(int, shape))) or placements
+def viewed(input: DTensor, result: dtensors.Meta) -> tuple[DTensor, bool]:
+    """``input`` in the shape of ``result``, moved only where no placement has it that each rank keeps what it has.
 
-
-def moves(input: DTensor, view: DTensor) -> bool:
-    """Whether any rank's part of ``view``, the same elements in another shape, is not its part of ``input``."""
-    sides = (unfolded(tuple(map(int, t.shape)), tuple(t.placements)) for t in (input, view))
-    return not Relayout(*(layout(side.shape, input.device_mesh, side.placements) for side in sides)).unmoved
+    Returns:
+        The view, and whether any rank's part of it is not its part of ``input``.
+    """
+    view = cached_on_mesh(input.device_mesh, _View, dtensors.signature(input), result)
+    coordinate = process_groups.coordinate(input.device_mesh)
+    if view.moves or coordinate is None:
+        return relayout(input, result, view.result.placements), view.moves
+    return view.result.wrap(simulation.per_rank(view.part, dtensors.local(input), *coordinate)), False
 
 
 def without_grids(tensor: DTensor) -> DTensor:

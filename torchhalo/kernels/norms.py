@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from torchhalo.geometry import Span
+from torchhalo.kernels import group_norm
+from torchhalo.kernels.group_norm import Groups
 from torchhalo.torch_internals import tracing
+from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
 
@@ -89,6 +93,9 @@ def input_gradient(
 #: Where torch has the kernels of a batch norm whose statistics are merged: half a dozen launches each way.
 FUSED = {"cuda"}
 
+#: From how many elements on those of group norm are taken, which read memory faster, and take the host longer to launch.
+LARGE = 2**24
+
 
 def fused(input: torch.Tensor) -> bool:
     """Whether the functions below serve ``input``; a compiler fuses simple ops itself. The same on every rank."""
@@ -99,6 +106,9 @@ def fused_statistics(input: torch.Tensor, dtype: torch.dtype, eps: float) -> tor
     """Of each channel of one rank's part the mean and one over the standard deviation, in ``dtype``: ``[2, C]``."""
     if not input.numel():  # counts for nothing, but must be a number
         return input.new_ones(2, input.shape[1], dtype=dtype)
+    if _walked(input):
+        parts = group_norm.statistics(_sample(input, input), _channels(input))
+        return group_norm.merged(parts.unsqueeze(0), (1.0,), eps, dtype)[:2].flatten(1)
     return torch.stack(torch.batch_norm_stats(input, eps))
 
 
@@ -123,11 +133,17 @@ def fused_batch_norm(
     means, rstds = parts.unbind(1)
     if not means.shape[1]:
         return torch.empty_like(input), means[0], rstds[0]
-    mean, rstd = torch.batch_norm_gather_stats_with_counts(
-        input, means, rstds, running_mean, running_var, momentum, eps, counts
-    )
+    # The kernel takes no other dtype.
+    wide_mean, wide_var = (None if each is None else each.to(means.dtype) for each in (running_mean, running_var))
+    mean, rstd = torch.batch_norm_gather_stats_with_counts(input, means, rstds, wide_mean, wide_var, momentum, eps, counts)
+    for buffer, value in ((running_mean, wide_mean), (running_var, wide_var)):
+        if buffer is not None and value is not None and value is not buffer:
+            buffer.copy_(value)
     if not input.numel():
         return torch.empty_like(input), mean, rstd
+    if _walked(input):
+        out = group_norm.applied(_sample(input, input), mean, rstd, None, weight, bias, _channels(input))
+        return out.as_strided(input.shape, input.stride()), mean, rstd
     return torch.batch_norm_elemt(input, weight, bias, mean, rstd, eps), mean, rstd
 
 
@@ -135,6 +151,9 @@ def fused_sums(grad: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, rstd
     """Of each channel of one rank's part the sums of the gradient and of its product with the deviations: ``[2, C]``."""
     if not input.numel():
         return mean.new_zeros(2, len(mean))
+    if _walked(input):
+        found = group_norm.products(_sample(grad, input), _sample(input, input), mean, rstd, None, _channels(input))
+        return found[: 2 * len(mean)].view(2, -1)
     return torch.stack(torch.batch_norm_backward_reduce(grad, input, mean, rstd, None, True, False, False)[:2])
 
 
@@ -145,13 +164,45 @@ def fused_input_gradient(
     rstd: torch.Tensor,
     weight: torch.Tensor | None,
     sums: torch.Tensor,
-    count: torch.Tensor,
+    members: int,
 ) -> torch.Tensor:
-    """The gradient of one rank's part, from the ``sums`` of all; ``count`` is how many elements a channel has, an int32."""
+    """The gradient of one rank's part, from the ``sums`` of all; a channel has ``members`` elements on all ranks."""
     if not input.numel():
         return torch.empty_like(input)
+    if _walked(input):
+        pair, channels = (_sample(grad, input), _sample(input, input)), _channels(input)
+        out = group_norm.input_gradient(*pair, mean, rstd, weight, sums, members, channels, weighted=False)
+        return out.as_strided(input.shape, input.stride())
+    count = constant((members,), sums, torch.int32)
     weight = None if weight is None else weight.to(mean.dtype)
     return torch.batch_norm_backward_elemt(grad, input, mean, rstd, weight, sums[0], sums[1], count)
+
+
+def _walked(input: torch.Tensor) -> bool:
+    """Whether a shard is large, and group norm's kernels can take it, as one sample with a group for each channel."""
+    dense = len(input) == 1 and input.is_contiguous()
+    return input.numel() >= LARGE and (dense or _last(input)) and group_norm.usable(input)
+
+
+def _last(input: torch.Tensor) -> bool:
+    """Whether the channels are innermost in memory."""
+    return input.ndim in _LAST and input.is_contiguous(memory_format=_LAST[input.ndim])
+
+
+def _sample(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor``, in the memory format of ``like``, as one sample."""
+    channels, size = like.shape[1], like.numel()
+    last = _last(like)
+    tensor = tensor.contiguous(memory_format=_LAST[like.ndim] if last else torch.contiguous_format)
+    length = size // channels
+    return tensor.as_strided((1, channels, length), (size, 1, channels) if last else (size, length, 1))
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _channels(input: torch.Tensor) -> Groups:
+    return Groups(Span(0, input.shape[1]), 1, input.shape[1])
 
 
 def per_channel(tensor: torch.Tensor, ndim: int) -> torch.Tensor:

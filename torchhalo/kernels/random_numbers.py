@@ -57,9 +57,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def digits_of(dtype: torch.dtype) -> int:
+    """How many binary digits a uniform number of ``dtype`` gets, so that none is rounded up to 1."""
+    return {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+
+
 def _unit(bits: Bits, dtype: torch.dtype, stream: int = 0) -> torch.Tensor:
-    """Uniform in [0, 1), with as many digits as ``dtype`` has, so that none is rounded up to 1."""
-    digits = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    """Uniform in [0, 1)."""
+    digits = digits_of(dtype)
     words = bits(stream).bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
     return words.to(_wide(dtype)).mul_(2.0**-digits)
 

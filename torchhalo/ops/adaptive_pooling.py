@@ -19,7 +19,7 @@ from torchhalo.exchange.memory import memory_format
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward
 from torchhalo.geometry import Intervals, Span
-from torchhalo.ops.pooling import as_pooled, divided, nothing, raise_dtype_errors, spatial, summed, to_maxima, unread
+from torchhalo.ops.pooling import as_pooled, divided, into_region, nothing, raise_dtype_errors, spatial, summed, unread
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers
 
 aten = torch.ops.aten
@@ -189,4 +189,15 @@ def adaptive_max_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: d
     grad, input, indices = dtensors.as_dtensors(str(op), grad_output=args[0], self=args[1], indices=args[2])
     (result,) = fake_tensors.plain_result(op, grad, input, indices)
     bins = _bins(input, grad.shape, spatial(op))
-    return to_maxima(as_pooled(grad, input), as_pooled(indices, input), bins, result)
+    sizes, lead = [input.shape[dim] for dim in bins], input.ndim - len(bins)
+
+    def kernel(grad: torch.Tensor, task: Task, indices: torch.Tensor) -> torch.Tensor:
+        held = [task.held(dim) for dim in bins]
+        if not grad.numel():
+            return nothing(grad, held)
+        indices = into_region(indices, sizes, held)
+        out = grad.new_zeros(*grad.shape[:lead], *(span.size for span in held), dtype=summed(grad.dtype))
+        out.flatten(lead).scatter_add_(-1, indices.flatten(lead), grad.flatten(lead).to(out.dtype))
+        return out.to(grad.dtype)
+
+    return adjoint(kernel, as_pooled(grad, input), bins, result, as_pooled(indices, input))

@@ -20,7 +20,7 @@ from torchhalo.exchange.gather_dim import gather_dim, padded, scatter_dim
 from torchhalo.exchange.memory import strides
 from torchhalo.exchange.relayout import with_placements
 from torchhalo.ops import randomness, ring_attention
-from torchhalo.ops.attention_kernels import TOKENS, Kernel, call, part_of
+from torchhalo.ops.attention_kernels import TOKENS, Inputs, Kernel, Saved, call, part_of
 from torchhalo.ops.attention_work import SEEDS, Attention
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, simulation
 from torchhalo.torch_internals.tracing import depend_on
@@ -113,7 +113,7 @@ def _gathered(this: Attention, kernel: Kernel, extra: tuple[torch.Tensor, ...]) 
         part = part_of(this.rows(coordinate), this.keys, this.causal)
         near = [t.narrow(TOKENS, 0, part.keys.size) for t in (key, value)]
         if query.numel() and near[0].numel():
-            out, sums = kernel.forward(part, query, near[0], near[1], mask, extra)
+            out, sums = kernel.forward(part, Inputs(query, near[0], near[1], mask, extra))
             return out.to(query.dtype), sums
         shape = query.shape[:3]
         out = query.new_zeros([*shape, value.shape[3]])
@@ -180,8 +180,7 @@ def _gathered_backward(
         part = part_of(this.rows(coordinate), this.keys, this.causal)
         near = [t.narrow(TOKENS, 0, part.keys.size) for t in (key, value)]
         if query.numel() and near[0].numel():
-            grad, out, sums = saved
-            grads = kernel.backward(part, grad, query, near[0], near[1], mask, out, sums, extra, biased)
+            grads = kernel.backward(part, Inputs(query, near[0], near[1], mask, extra), Saved(*saved), biased)
             if biased and mask is not None and mask.shape[-1] > 1:
                 grads[3] = padded(grads[3], mask.ndim - 1, every)
         else:

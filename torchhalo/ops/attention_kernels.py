@@ -11,7 +11,7 @@ import torch
 
 from torchhalo.exchange.ring import visible
 from torchhalo.geometry import Box, Span
-from torchhalo.kernels import attention, random_numbers
+from torchhalo.kernels import attention, draws, random_numbers
 from torchhalo.torch_internals import handlers
 
 aten = torch.ops.aten
@@ -73,43 +73,37 @@ def count_visible(part: Part, mask: torch.Tensor | None, sums: torch.Tensor) -> 
     return seen.sum(-1, dtype=sums.dtype).expand(sums.shape)
 
 
+class Inputs(NamedTuple):
+    """The tensors of one rank and a block of keys.
+
+    Attributes:
+        mask: Of the rank's queries and all keys.
+        extra: Other tensors of the call.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    extra: tuple[torch.Tensor, ...]
+
+
+class Saved(NamedTuple):
+    """The gradient of the output, and output and logsumexp over all keys."""
+
+    grad: torch.Tensor
+    out: torch.Tensor
+    sums: torch.Tensor
+
+
 class Kernel(Protocol):
     """The local part of an attention."""
 
-    def forward(
-        self,
-        part: Part,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        extra: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and logsumexp (batch, heads, queries).
+    def forward(self, part: Part, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and logsumexp (batch, heads, queries)."""
 
-        Args:
-            mask: Of the rank's queries and all keys.
-            extra: Other tensors of the call.
-        """
-
-    def backward(
-        self,
-        part: Part,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        out: torch.Tensor,
-        sums: torch.Tensor,
-        extra: tuple[torch.Tensor, ...],
-        mask_grad: bool,
-    ) -> list[torch.Tensor]:
-        """The gradients of query, key, value and, where wanted, the mask's columns for the block.
-
-        Args:
-            out, sums: Output and logsumexp over all keys.
-        """
+    def backward(self, part: Part, inputs: Inputs, saved: Saved, mask_grad: bool) -> list[torch.Tensor]:
+        """The gradients of query, key, value and, where wanted, the mask's columns for the block."""
 
 
 class Fused(NamedTuple):
@@ -129,59 +123,32 @@ class Fused(NamedTuple):
     masked: str | None
     merges: bool
 
-    def forward(
-        self,
-        part: Part,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        extra: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        local = self._local(part, query, key, value, mask, extra)
+    def forward(self, part: Part, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        local = self._local(part, inputs)
         if self.merges and "compute_log_sumexp" in local:
             local["compute_log_sumexp"] = True
         out, sums = call(self.op, local)[:2]
         sums = sums.squeeze(-1) if sums.ndim == 4 else sums
-        sums = sums.to(torch.promote_types(query.dtype, torch.float32))  # some releases trace it with another dtype
+        sums = sums.to(torch.promote_types(inputs.query.dtype, torch.float32))  # some releases trace it with another dtype
         return out, sums.narrow(TOKENS, 0, min(sums.shape[TOKENS], part.queries.size))
 
-    def backward(
-        self,
-        part: Part,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        out: torch.Tensor,
-        sums: torch.Tensor,
-        extra: tuple[torch.Tensor, ...],
-        mask_grad: bool,
-    ) -> list[torch.Tensor]:
-        local = self._local(part, query, key, value, mask, extra)
+    def backward(self, part: Part, inputs: Inputs, saved: Saved, mask_grad: bool) -> list[torch.Tensor]:
+        local, (grad, out, sums) = self._local(part, inputs), saved
         if self.op is EFFICIENT_BACKWARD:  # as its forward kernel fills it up
             sums = torch.constant_pad_nd(sums, [0, -sums.shape[TOKENS] % 32], math.inf)
         local |= {next(iter(self.given)): _dense_rows(grad), "out": _dense_rows(out), "logsumexp": sums}
         if "max_q" in local:
-            local |= {"max_q": query.shape[TOKENS], "max_k": key.shape[TOKENS]}
+            local |= {"max_q": inputs.query.shape[TOKENS], "max_k": inputs.key.shape[TOKENS]}
         if "grad_input_mask" in local:
             local["grad_input_mask"] = [True, True, True, mask_grad]
         found = list(call(self.op, local))[: 3 + mask_grad]
-        columns = cut(mask, part.keys)
+        columns = cut(inputs.mask, part.keys)
         if mask_grad and columns is not None:
             found[3] = found[3].sum_to_size(columns.shape)
         return found
 
-    def _local(
-        self,
-        part: Part,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        extra: tuple[torch.Tensor, ...],
-    ) -> dict[str, Any]:
+    def _local(self, part: Part, inputs: Inputs) -> dict[str, Any]:
+        query, key, value, mask, extra = inputs
         local: dict[str, Any] = {
             **self.given,
             "query": _dense_rows(query),
@@ -237,35 +204,17 @@ class WrittenOut(NamedTuple):
     dropout: float
     scale: float
 
-    def forward(
-        self,
-        part: Part,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        extra: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, part: Part, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, mask, extra = inputs
         hidden, kept = self._of(part, query, extra[0])
         return attention.written_out(query, key, value, self.scale, cut(mask, part.keys), hidden, kept)
 
-    def backward(
-        self,
-        part: Part,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        out: torch.Tensor,
-        sums: torch.Tensor,
-        extra: tuple[torch.Tensor, ...],
-        mask_grad: bool,
-    ) -> list[torch.Tensor]:
+    def backward(self, part: Part, inputs: Inputs, saved: Saved, mask_grad: bool) -> list[torch.Tensor]:
+        query, key, value, mask, extra = inputs
         hidden, kept = self._of(part, query, extra[0])
-        sums = sums.reshape(query.shape[:3])
+        sums = saved.sums.reshape(query.shape[:3])
         found = attention.written_out_backward(
-            grad, query, key, value, out, sums, self.scale, cut(mask, part.keys), hidden, kept, mask_grad
+            saved.grad, query, key, value, saved.out, sums, self.scale, cut(mask, part.keys), hidden, kept, mask_grad
         )
         likes = [query, key, value, *([mask] if mask is not None and mask_grad else [])]
         return [each.to(like.dtype) for each, like in zip(found, likes, strict=True)]
@@ -276,9 +225,9 @@ class WrittenOut(NamedTuple):
         def kept(start: int, stop: int) -> torch.Tensor:
             batch, heads, queries = part.rows.spans
             rows = Span(queries.start + start, queries.start + stop)
-            bits = random_numbers.bits_of(Box((batch, heads, rows, part.keys)), self.shape, seed)
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            drawn = random_numbers.bernoulli(bits, torch.bool, 1 - self.dropout).to(dtype)
+            box = Box((batch, heads, rows, part.keys))
+            drawn = query.new_empty(box.shape, dtype=torch.promote_types(query.dtype, torch.float32))
+            draws.fill(drawn, random_numbers.bernoulli, draws.Part(box, self.shape, seed), 1 - self.dropout)
             return drawn.mul_(1 / (1 - self.dropout)) if self.dropout < 1 else drawn
 
         return None if part.all_visible else partial(part.hidden, query.device), kept

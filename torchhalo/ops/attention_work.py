@@ -20,7 +20,7 @@ from torchhalo.geometry import Box, Span
 from torchhalo.ops import randomness
 from torchhalo.ops.attention_kernels import BATCH, HEADS, TOKENS, Fused, Kernel, WrittenOut
 from torchhalo.torch_internals import dtensors, handlers, process_groups
-from torchhalo.torch_internals.grid_shard import GridShard, cuts
+from torchhalo.torch_internals.grid_shard import GridShard, at, cuts
 
 #: Keys and values of so many bytes, made whole, travel in a ring; fewer are gathered. A gather is one collective where the
 #: ring is one for each rank: below this size their start takes longer than the bytes, and memory is no concern.
@@ -73,7 +73,7 @@ class Attention:
         for role in self.roles:
             dim = role.dim + mask.ndim - 4 if isinstance(role, (Shard, GridShard)) else -1
             cut = dim >= 0 and mask.shape[dim] > 1
-            placements.append((role.at(dim) if isinstance(role, GridShard) else Shard(dim)) if cut else Replicate())
+            placements.append(at(role, dim) if cut else Replicate())
         return with_placements(mask, placements)
 
     def rows(self, coordinate: Sequence[int]) -> Box:
@@ -131,7 +131,8 @@ class Attention:
             seed = [dtensors.local(s) if isinstance(s, DTensor) else s for s in seeds]
         else:
             drawn = any(name in names for name in SEEDS)
-            seed = [randomness.seed_of(self.op, self.mesh, dtensors.local(self.query).device, None)] if drawn else []
+            device = dtensors.local(self.query).device
+            seed = [randomness.seed_of(self.op, self.mesh, device, None).to(device, non_blocking=True)] if drawn else []
         if not seed:
             raise NotImplementedError(
                 f"scaled_dot_product_attention: dropout_p (={self._dropout}) must be 0 for this kernel: "

@@ -59,7 +59,7 @@ class _Forward(_Program):
 
     def takes(self, buffer: DTensor) -> bool:
         """Whether torch's kernels can update the shard of a running statistic."""
-        return list(buffer.placements) == self.channels and buffer.dtype == self.wide
+        return list(buffer.placements) == self.channels
 
     def _plain(self, op: handlers.Op, *rest: Any) -> tuple[Any, ...]:
         """What plain torch returns: one like the input, and others that depend on its channels alone, asked for once."""
@@ -262,8 +262,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
         rstd: torch.Tensor,
     ) -> torch.Tensor:
         if by_torch:
-            count = constant((program.members,), sums, torch.int32)
-            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, count), result)
+            return laid_out(fused_input_gradient(grad, shard, mean, rstd, weight, sums, program.members), result)
         scale = rstd if weight is None else rstd * per_channel(weight.to(dtype), ndim)
         out = input_gradient(grad, shard, sums, mean, rstd, scale, scale, program.members) if training else grad * scale
         return depend_if_empty(laid_out(out.to(result.dtype), result), sums)
@@ -271,7 +270,7 @@ def batch_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     shards = dtensors.local(grad), dtensors.local(input)
     sums, mean, rstd = simulation.per_rank(summary, *shards, *statistics)
     add_up = training and mask[0]
-    sums = collectives.all_reduce(sums, over.mesh, over.axes) if add_up else sums
+    sums = collectives.all_reduce(sums, over.mesh, over.axes, in_place=True) if add_up else sums
     found: list[DTensor | None] = [None, None, None]
     if mask[0]:
         found[0] = program.grad.wrap(simulation.per_rank(finish, sums, *shards, local_as(weight, channels), mean, rstd))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.memory import laid_out
 from torchhalo.exchange.source import Source, run, stacked_view
-from torchhalo.kernels import depthwise, local_convolution
+from torchhalo.kernels import edges, local_convolution
 from torchhalo.ops.convolution_program import program_of
 from torchhalo.ops.convolution_work import Part
 from torchhalo.torch_internals import dtensors, handlers, redistribution, streams
@@ -53,10 +53,11 @@ def convolution(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
         if bulk is None:
             return local_convolution.forward(source.over(whole.recipe), weight, bias, whole.call)
-        side = streams.SideStream(source.shard)
+        edge = edge if edge is not None and edges.usable(source.shard, weight) else None
+        side = streams.SideStream(source.shard if edge is None else None)
         out = local_convolution.forward(source.held(bulk.recipe), weight, bias, bulk.call)
-        if edge is not None and depthwise.usable(out):
-            depthwise.write_strips(out, source.shard, halo_of(source, edge), weight, bias, edge)
+        if edge is not None:
+            edges.write_strips(out, source.shard, halo_of(source, edge), weight, bias, edge)
             return out
         with side:
             values = [local_convolution.forward(stacked(source, group), weight, bias, group[0].call) for group in strips]
@@ -87,10 +88,10 @@ def write_parts(out: torch.Tensor, group: Sequence[Part], values: torch.Tensor) 
         out[part.cut].copy_(value)
 
 
-def halo_of(source: Source, edge: depthwise.Edge) -> depthwise.Halo:
+def halo_of(source: Source, edge: edges.Edge) -> edges.Halo:
     source.used = True
     pieces = {box.spans[0].start: piece for box, piece in zip(source.plan.receives, source.pieces(), strict=True)}
-    return depthwise.Halo(*(pieces.get(span.start, source.shard) for span in (edge.before, edge.after)))
+    return edges.Halo(*(pieces.get(span.start, source.shard) for span in (edge.before, edge.after)))
 
 
 handlers.register_composites(

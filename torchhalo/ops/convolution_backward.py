@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.memory import dense, laid_out
 from torchhalo.exchange.source import Source, run
-from torchhalo.kernels import depthwise, local_convolution
+from torchhalo.kernels import edges, local_convolution
 from torchhalo.ops.convolution import function_name, halo_of, stacked, write_parts
 from torchhalo.ops.convolution_program import Program, program_of
 from torchhalo.ops.convolution_work import Part, Product
@@ -74,14 +74,15 @@ def _local_gradients(
         elif bulk is None:
             found = gradients(whole, source.over(whole.recipe))
         else:
-            side = streams.SideStream(shard)
+            edge = edge if edge is not None and edges.usable(shard, weight) else None
+            side = streams.SideStream(shard if edge is None else None)
             found = gradients(bulk, source.held(bulk.recipe))
-            if edge is not None and depthwise.usable(shard):
+            if edge is not None:
                 halo = halo_of(source, edge)
                 if mask[0]:
-                    depthwise.write_strips(found[0], shard, halo, weight, None, edge)
+                    edges.write_strips(found[0], shard, halo, weight, None, edge)
                 if mask[1]:
-                    depthwise.add_pairs(found[1], input, halo, edge)
+                    edges.add_pairs(found[1], input, halo, edge)
                 return wanted_of(found)
             by_strips = mask[0], mask[1] and products is None
             with side:
@@ -111,8 +112,8 @@ def _strips_of_gradients(
     source: Source, group: Sequence[Part], input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
 ) -> tuple[Any, Any]:
     """What the bulk could not know: strips of the input's gradient, and the share in the weight's of pairs across the edge."""
-    edges = [input[part.cut] for part in group]
-    edge = edges[0] if len(edges) == 1 else torch.cat(edges)
+    cuts = [input[part.cut] for part in group]
+    edge = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
     region, call = stacked(source, group), group[0].call
     values = local_convolution.backward(region, edge, weight, None, call, [True, False, False])[0] if mask[0] else None
     if not mask[1]:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhalo.exchange.assembly import recipe
-from torchhalo.exchange.parts import edges
+from torchhalo.exchange.parts import strips_beyond
 from torchhalo.exchange.plan import Exchange, Index, Plan, Recipe, index
 from torchhalo.geometry import Box, Mirror, Span, Window, crop, overhang
-from torchhalo.kernels import depthwise
+from torchhalo.kernels import edges
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ class Work(NamedTuple):
     bulk: Part | None = None
     strips: tuple[tuple[Part, ...], ...] = ()
     products: tuple[Product, ...] | None = None
-    edge: depthwise.Edge | None = None
+    edge: edges.Edge | None = None
 
 
 class Local(NamedTuple):
@@ -176,7 +176,7 @@ class Local(NamedTuple):
         bulk = self._bulk(croppable) if in_parts and not whole.recipe.untouched else None
         if bulk is None:
             return Work(whole)
-        strips = edges(self.exchange, self.own, bulk.region)
+        strips = strips_beyond(self.exchange, self.own, bulk.region)
         if strips is None:
             return Work(whole)
         groups: dict[Any, list[Part]] = {}
@@ -213,8 +213,8 @@ class Local(NamedTuple):
                     found.append(Product(number, every + grad, every + own, (*every, *tap)))
         return tuple(found) if len(found) <= PRODUCTS else None
 
-    def edge(self, kernel: Sequence[int], strips: Iterable[Part]) -> depthwise.Edge | None:
-        """What the kernels for depthwise convolutions want to know of ``strips``; None where these kernels cannot help."""
+    def edge(self, kernel: Sequence[int], strips: Iterable[Part]) -> edges.Edge | None:
+        """What `kernels.edges` wants to know of ``strips``; None where it cannot help."""
         if len(self.exchange.dims) > 1:
             return None
         (dim,), (held,), (own,) = self.exchange.dims, self.plan.owned.spans, self.own.spans
@@ -225,7 +225,7 @@ class Local(NamedTuple):
             return None
         windows = tuple(map(plain_window, self.config.windows(kernel, self.sparse).values()))
         spans = tuple(sorted(strip.target.spans[0] for strip in strips))
-        return depthwise.Edge(dim, windows, self.sparse, held, before[0], after[0], own, spans)
+        return edges.Edge(dim, windows, self.sparse, held, before[0], after[0], own, spans)
 
     def _lines(self, target: Box, source: Box) -> Iterator[tuple[int, Window | Mirror, Span, Span]]:
         for dim, window, own, held in zip(self.exchange.dims, self.exchange.windows, target.spans, source.spans, strict=True):

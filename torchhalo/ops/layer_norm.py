@@ -146,7 +146,8 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
     if over.axes or (input.device.type == "cpu" and not centered):  # the CPU has no kernel of RMS norm's gradient
         weighted, sums, *found = simulation.per_rank(summary, *shards)
         if mask[0]:
-            out = simulation.per_rank(finish, collectives.all_reduce(sums, over.mesh, over.axes), weighted, *shards[1:4])
+            sums = collectives.all_reduce(sums, over.mesh, over.axes, in_place=True)
+            out = simulation.per_rank(finish, sums, weighted, *shards[1:4])
         found = [out if mask[0] else sums, *found]
     else:
         saved = [t for t in shards[2:4] if t is not None]

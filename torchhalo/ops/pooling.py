@@ -8,7 +8,7 @@ whole tensor; an average is a sum, divided by what the whole tensor says of its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.addressed import reindexed
-from torchhalo.exchange.memory import memory_format
+from torchhalo.exchange.memory import canonical, memory_format, strides
 from torchhalo.exchange.parts import Pads
 from torchhalo.exchange.relayout import with_placements
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward, reach
-from torchhalo.geometry import Relation, Span, Window
+from torchhalo.geometry import Span, Window
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, redistribution, tracing
 from torchhalo.torch_internals.tracing import depend_on
 
@@ -141,7 +141,58 @@ def max_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
             )
     grad, input, indices = dtensors.as_dtensors(str(op), grad_output=grad, self=input, indices=indices)
     (result,) = fake_tensors.plain_result(op, grad, input, *pool, indices)
-    return to_maxima(as_pooled(grad, input), as_pooled(indices, input), windows, result, pool.pads(input.ndim))
+    sizes, format = [input.shape[dim] for dim in windows], memory_format(result.shape, result.stride)
+
+    def kernel(grad: torch.Tensor, task: Task, indices: torch.Tensor) -> torch.Tensor:
+        if not grad.numel():
+            return nothing(grad, [task.held(dim) for dim in windows])
+        at = into_region(indices, sizes, list(_spanned(windows, task).values()))
+        if task.padding:
+            grad, at = _without_others(grad, indices, at, windows, sizes, task)
+        return _gradient_of_region(op, grad, windows, task, format, *pool.within(task, grad.ndim), at)
+
+    return adjoint(kernel, as_pooled(grad, input), windows, result, as_pooled(indices, input), pads=pool.pads(input.ndim))
+
+
+def _spanned(windows: Mapping[int, Window], task: Task) -> dict[int, Span]:
+    """What a kernel of a gradient gives along each dim: all that is reached where it is not to leave out the padding itself."""
+    cut = () if task.padding else task.dims
+    return {dim: window.reach(task.outputs.spans[dim]) if dim in cut else task.held(dim) for dim, window in windows.items()}
+
+
+def _gradient_of_region(
+    op: handlers.Op,
+    grad: torch.Tensor,
+    windows: Mapping[int, Window],
+    task: Task,
+    format: torch.memory_format,
+    *arguments: Any,
+) -> torch.Tensor:
+    """What ``op``, the gradient of a pool, gives for the region of a task."""
+    # By its strides, also along a batch of one, a CPU's kernel chooses its way.
+    grad, *rest = (canonical(each, format) if isinstance(each, torch.Tensor) else each for each in (grad, *arguments))
+    spans = _spanned(windows, task)
+    sizes = [span.size for span in spans.values()]
+    if len(sizes) == 3 or tracing.is_traced(grad):
+        out = op(grad, unread(grad, sizes, format), *rest)
+    else:
+        # The kernels ask their input for its shape and memory alone, so that the result may stand for it. Not those of 3-d, of
+        # which some write a result that they are given as if it were contiguous.
+        shape = torch.Size((*grad.shape[: -len(sizes)], *sizes))
+        out = grad.new_empty_strided(shape, strides(shape, format))
+        op.overloadpacket.grad_input(grad, out, *rest, grad_input=out)
+    cuts = [slice(None)] * grad.ndim
+    for dim, span in spans.items():
+        cuts[dim] = task.held(dim).within(span.start)
+    return out[tuple(cuts)]
+
+
+def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format) -> torch.Tensor:
+    """For a backward kernel that wants no more of its input than its shape."""
+    shape = *grad.shape[: -len(sizes)], *sizes
+    if format == torch.contiguous_format:
+        return grad.new_empty(()).expand(shape)  # a CPU's kernel never looks at it, so it takes no memory
+    return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=format)
 
 
 def first_index(held: Sequence[Span], sizes: Sequence[int]) -> int | None:
@@ -159,37 +210,51 @@ def as_pooled(tensor: DTensor, input: DTensor) -> DTensor:
     return with_placements(tensor, redistribution.reduced_placements(input.placements))
 
 
-def to_maxima(
-    grad: DTensor, indices: DTensor, windows: Mapping[int, Relation], result: dtensors.Meta, pads: Pads | None = None
-) -> DTensor:
-    """The gradient of a maximum: to the elements that the indices name, which are among those that the rank read."""
-    sizes, lead = [result.shape[dim] for dim in windows], grad.ndim - len(windows)
+def into_region(indices: torch.Tensor, sizes: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
+    """Flat indices into a tensor as those into a region of it; only where that is narrower is an index taken apart.
 
-    def kernel(grad: torch.Tensor, task: Task, indices: torch.Tensor) -> torch.Tensor:
-        held = [task.held(dim) for dim in windows]
-        if not grad.numel():
-            return nothing(grad, held)
-        shape = *grad.shape[:lead], *(span.size for span in held)
-        first, within = first_index(held, sizes), []
+    >>> into_region(torch.tensor([6, 9]), [3, 4], [Span(1, 3), Span(1, 3)])
+    tensor([1, 2])
+    """
+    narrow, moved = [span.size for span in spans], None
+    for i in range(1, len(sizes)):
+        if narrow[i] != sizes[i]:
+            lines = torch.div(indices, prod(sizes[i:]), rounding_mode="floor")
+            lines.mul_((narrow[i] - sizes[i]) * prod(narrow[i + 1 :]))
+            moved = lines if moved is None else moved.add_(lines)
+    first = sum(span.start * prod(narrow[i + 1 :]) for i, span in enumerate(spans))
+    if moved is None:
+        return indices - first if first else indices
+    return moved.add_(indices).sub_(first)
 
-        def move(at: torch.Tensor, start: int, size: int) -> torch.Tensor:
-            at = at - start if start else at
-            if task.padding:
-                within.append((at >= 0) & (at < size))
-            return at
 
-        if first is None:
-            indices = reindexed(indices, sizes, shape[lead:], lambda dim, at: move(at, held[dim].start, held[dim].size))
-        else:
-            indices = move(indices, first, prod(shape[lead:]))
-        if within:
-            met = reduce(torch.logical_and, within)
-            grad, indices = grad.where(met, 0), indices.where(met, 0)
-        out = grad.new_zeros(shape, dtype=summed(grad.dtype))
-        out.flatten(lead).scatter_add_(-1, indices.flatten(lead), grad.flatten(lead).to(out.dtype))
-        return out.to(grad.dtype)
+def _without_others(
+    grad: torch.Tensor, indices: torch.Tensor, at: torch.Tensor, windows: Mapping[int, Window], sizes: Sequence[int], task: Task
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient and the indices into the region of a bulk, without what maxima outside of it got.
 
-    return adjoint(kernel, grad, windows, result, indices, pads=pads)
+    Such maxima are only in windows that cross the edge.
+
+    Args:
+        indices: Into the whole tensor.
+        at: Those into the region.
+    """
+    grad, at = grad.clone(), at.clone() if at is indices else at
+    for place, (dim, window) in enumerate(windows.items()):
+        if dim in task.dims:
+            outputs, held = task.outputs.spans[dim], task.held(dim)
+            inside = window.inside(outputs, held, sizes[place])
+            edges = Span(outputs.start, min(inside.start, outputs.stop)), Span(max(inside.stop, outputs.start), outputs.stop)
+            for edge, first, bound in zip(edges, (True, False), held[:2], strict=True):
+                if edge.size:
+                    cut = (slice(None),) * dim + (edge.within(outputs.start),)
+                    along, step = indices[cut], prod(sizes[place + 1 :])
+                    if place:
+                        along, step = along // step % sizes[place], 1
+                    others = along < bound * step if first else along >= bound * step
+                    grad[cut].masked_fill_(others, 0)
+                    at[cut].masked_fill_(others, 0)
+    return grad, at
 
 
 def nothing(grad: torch.Tensor, held: Sequence[Span]) -> torch.Tensor:
@@ -286,31 +351,16 @@ def avg_pool_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, 
     format = memory_format(result.shape, result.stride)
 
     def kernel(grad: torch.Tensor, task: Task) -> torch.Tensor:
-        held = {dim: task.held(dim) for dim in windows}
         if not grad.numel():
-            return nothing(grad, list(held.values()))
+            return nothing(grad, [task.held(dim) for dim in windows])
         share = grad
         if divisor is None:
             counts = average.counts(windows, input.shape, task, grad.device)
             share = divided(grad.to(summed(grad.dtype)), counts)
-        cut = () if task.padding else task.dims
-        spans = {dim: windows[dim].reach(task.outputs.spans[dim]) if dim in cut else held[dim] for dim in windows}
-        out = op(
-            share,
-            unread(share, [span.size for span in spans.values()], format),
-            *average.sums(task, grad.ndim, divisor),
-        )
-        return out[(..., *(held[dim].within(spans[dim].start) for dim in windows))].to(grad.dtype)
+        out = _gradient_of_region(op, share, windows, task, format, *average.sums(task, grad.ndim, divisor))
+        return out.to(grad.dtype)
 
     return adjoint(kernel, as_pooled(grad, input), windows, result, pads=average.pool.pads(input.ndim))
-
-
-def unread(grad: torch.Tensor, sizes: Sequence[int], format: torch.memory_format) -> torch.Tensor:
-    """For a backward kernel that wants no more of its input than its shape."""
-    shape = *grad.shape[: -len(sizes)], *sizes
-    if format == torch.contiguous_format:
-        return grad.new_empty(()).expand(shape)  # a CPU's kernel never looks at it, so it takes no memory
-    return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=format)
 
 
 # Composites.

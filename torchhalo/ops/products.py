@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchhalo.exchange.gather_dim import gather_dim
+from torchhalo.exchange.gather_dim import gather_dim, scatter_dim
+from torchhalo.exchange.grids import unfolded, unfolded_meta
 from torchhalo.exchange.relayout import with_grids
-from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution
-from torchhalo.torch_internals.grid_shard import GridShard, cuts, has_grid
+from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.grid_shard import GridShard, at, cuts, has_grid
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ handlers.register_composites(
     aten.bmm.default,
     aten.baddbmm.default,
     traffic="nothing, but the second factor where both are cut and the first along its rows, and partial sums that meet a "
-    "factor that is cut",
+    "factor that is cut, or of which each rank gets a share",
     limits="other placements that do not fit are DTensor's own affair",
 )
 def bmm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -41,7 +42,33 @@ def bmm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
             cut = [axis for axis, p in enumerate(second.placements) if cuts(p, dim)]
             if cut and all(cuts(first.placements[axis], 1) for axis in cut):
                 second = _made_whole(second, dim, cut)
-    return handlers.stock(op, (*rest, first, second), kwargs)
+    out = handlers.stock(op, (*rest, first, second), kwargs)
+    return _shared_out(out, first) if isinstance(out, DTensor) and isinstance(first, DTensor) and not rest else out
+
+
+def _shared_out(out: DTensor, first: DTensor) -> DTensor:
+    """``out`` with partial sums over tokens added up where it has as many rows or columns as tokens: a share on each rank.
+
+    Such are the gradients of keys and values in an attention whose queries are cut; all of them on every rank would be as large
+    as uncut keys.
+    """
+    mesh, count = out.device_mesh, int(first.shape[2])
+    axes = [axis for axis, p in enumerate(out.placements) if p.is_partial()]
+    dim = next((dim for dim in (1, 2) if out.shape[dim] == count), None)
+    if dim is None or not axes or process_groups.coordinate(mesh) is None:
+        return out
+    summed = [axis for axis, p in enumerate(first.placements) if cuts(p, 2)]
+    if axes != summed or has_grid(out.placements) or any(cuts(p, dim) for p in out.placements):
+        return out
+    placements = [at(first.placements[axis], dim) if axis in axes else p for axis, p in enumerate(out.placements)]
+    meta = dtensors.meta(out)
+    apart = unfolded(tuple(map(int, meta.shape)), tuple(placements))
+    like = dtensors.wrap(dtensors.local(out), mesh, apart.placements, unfolded_meta(meta, placements))
+    group = apart.dims[dim]
+    shard = simulation.per_rank(lambda t: t.unflatten(dim, apart.shape[group.start : group.stop]), dtensors.local(out))
+    for each in group:
+        (shard,) = scatter_dim((shard,), (like,), each)
+    return dtensors.wrap(simulation.per_rank(lambda t: t.flatten(group.start, group.stop - 1), shard), mesh, placements, meta)
 
 
 def _added_up(tensor: DTensor, other: DTensor) -> DTensor:

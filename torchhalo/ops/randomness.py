@@ -6,13 +6,15 @@ layout and any device, replicated tensors get the same ones everywhere, and what
 generator, such as `torch.utils.checkpoint`, works as for plain torch. The numbers are not those of plain torch, which depend
 on the size of a shard.
 
+While a CUDA graph records, the seed is drawn on the device instead, from the generator of CUDA, which each replay moves on.
+
 The ranks must be seeded alike and must draw alike. That they did is checked at the first draw on a mesh and at each
-`CHECK_EVERY`-th after it; under torch.compile it is not.
+`CHECK_EVERY`-th after it; under torch.compile and in CUDA graphs it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.broadcasting import aligned
 from torchhalo.exchange.layout import layout
-from torchhalo.exchange.memory import laid_out
-from torchhalo.geometry import Box, Span
-from torchhalo.kernels import random_numbers
+from torchhalo.exchange.memory import laid_out, memory_format, strides
+from torchhalo.kernels import draws, random_numbers
 from torchhalo.torch_internals import (
     collectives,
     dtensors,
@@ -34,15 +35,13 @@ from torchhalo.torch_internals import (
     process_groups,
     redistribution,
     simulation,
+    streams,
     tracing,
 )
 
 aten = torch.ops.aten
 
 CHECK_EVERY = 64
-# Elements that are drawn at a time: the integers in between take 24 bytes for each of them. A CPU is fastest where these fit
-# in its cache; an H200 took 136, 25, 6.4 and 5.8 ms for 67 million numbers with slices of 2**18, 2**20, 2**22 and 2**24.
-SLICE = {"cpu": 1 << 18, "other": 1 << 22}
 
 
 _torch_stream = False
@@ -89,36 +88,30 @@ def _choose(on: bool) -> None:
     config.cache_key_tag = config.cache_key_tag.replace(tag, "") + (tag if on else "")
 
 
-def _slices(box: Box, most: int) -> Iterator[Box]:
-    """``box`` in parts of ``most`` elements or less; whole under torch.compile, which fuses what comes between."""
-    if box.size <= most or tracing.is_tracing():
-        yield box
-        return
-    dim = max(range(len(box.spans)), key=lambda dim: box.spans[dim].size)
-    span = box.spans[dim]
-    step = max(1, most * span.size // box.size)
-    for start in range(span.start, span.stop, step):
-        part = Span(start, min(start + step, span.stop))
-        yield from _slices(Box((*box.spans[:dim], part, *box.spans[dim + 1 :])), most)
-
-
 _draws: dict[DeviceMesh, int] = {}
 
 
 def seed_of(op: handlers.Op, mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """The seed of one draw, on ``device``. Ranks outside the mesh draw one too, so that their generators keep step."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """The seed of one draw on ``device``. Ranks outside the mesh draw one too, so that their generators keep step.
+
+    It lies where it was drawn: on the CPU, except in a CUDA graph and of a generator of the device.
+    """
+    capturing = streams.capturing(device)
     if generator is not None:
+        if capturing and generator.device.type == "cpu":
+            raise RuntimeError(
+                f"{_name(op)}: a CUDA graph would repeat the draw of a generator of the CPU at each replay; give it one of the "
+                "device, made known to the graph with `torch.cuda.CUDAGraph.register_generator_state`"
+            )
         seed = simulation.without_modes(lambda: torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     else:
-        # A CUDA graph would replay a number of the CPU for ever; the generator of the device knows of graphs.
+        # The generator of the device knows of graphs: each replay draws on from where it is then.
         seed = torch.randint(2**63 - 1, (), device=device if capturing else "cpu")
-    moved = seed if seed.device.type == device.type else aten._to_copy(seed, device=device, non_blocking=True)
     if process_groups.coordinate(mesh) is not None and tracing.has_values(seed) and not capturing:
         _draws[mesh] = _draws.get(mesh, 0) + 1
         if _draws[mesh] % CHECK_EVERY == 1:
-            _check(op, mesh, moved)
-    return moved
+            _check(op, mesh, simulation.per_rank(lambda seed: seed.to(device), seed))
+    return seed
 
 
 def _check(op: handlers.Op, mesh: DeviceMesh, seed: torch.Tensor) -> None:
@@ -136,16 +129,13 @@ def _name(op: handlers.Op) -> str:
     return op.overloadpacket.__name__
 
 
-Draw = Callable[..., torch.Tensor]
-
-
 def _overloads(*names: str) -> list[handlers.Op]:
     """Those of the named overloads, such as ``rand_like.generator``, that this torch has."""
     pairs = (name.split(".") for name in names)
     return [getattr(getattr(aten, op), overload) for op, overload in pairs if overload in getattr(aten, op).overloads()]
 
 
-FILLS: dict[handlers.Op, Draw] = {
+FILLS: dict[handlers.Op, draws.Draw] = {
     aten.bernoulli_.float: random_numbers.bernoulli,
     aten.bernoulli_.Tensor: random_numbers.bernoulli,
     aten.uniform_.default: random_numbers.uniform,
@@ -158,7 +148,7 @@ FILLS: dict[handlers.Op, Draw] = {
     aten.random_.to: random_numbers.below,
     getattr(aten.random_, "from"): random_numbers.integer,
 }
-LIKES: dict[handlers.Op, Draw] = {
+LIKES: dict[handlers.Op, draws.Draw] = {
     aten.bernoulli.p: random_numbers.bernoulli,
     aten.bernoulli.Tensor: random_numbers.bernoulli,
     aten.uniform.default: random_numbers.uniform,
@@ -186,7 +176,7 @@ def fill(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
         return handlers.stock(op, args, kwargs)
     tensor, *parameters = _positional(op, args, kwargs)
     _object(op, tensor.dtype, parameters)
-    _drawn(op, FILLS[op], tensor, tensor.placements, tensor.dtype, parameters, kwargs, out=dtensors.local(tensor))
+    _drawn(op, FILLS[op], tensor, tensor.placements, dtensors.meta(tensor), parameters, kwargs, out=dtensors.local(tensor))
     return tensor
 
 
@@ -200,7 +190,7 @@ def like(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
     (result,) = fake_tensors.plain_result(aten.empty_like.default, tensor, **options)
     _object(op, result.dtype, parameters)
     placements = redistribution.reduced_placements(tensor.placements)
-    shard = _drawn(op, LIKES[op], tensor, placements, result.dtype, parameters, kwargs)
+    shard = _drawn(op, LIKES[op], tensor, placements, result, parameters, kwargs)
     return dtensors.wrap(laid_out(shard, result), tensor.device_mesh, placements, result)
 
 
@@ -235,14 +225,19 @@ def native_dropout(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any
     mesh = input.device_mesh
     placements = redistribution.reduced_placements(input.placements)
     if train is False:
-        kept = torch.ones_like(dtensors.local(input), dtype=torch.bool)
+        out, kept = dtensors.local(input) * 1.0, torch.ones_like(dtensors.local(input), dtype=torch.bool)
     else:
         _object(aten.bernoulli_.float, torch.float32, [p])
-        kept = _drawn(op, random_numbers.bernoulli, input, placements, torch.bool, [1 - p], kwargs)
-    kept = laid_out(kept, mask)
-    scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
-    out = dtensors.local(input) * kept * scale
-    return dtensors.wrap(laid_out(out, result), mesh, input.placements, result), dtensors.wrap(kept, mesh, placements, mask)
+
+        def drop(part: draws.Part, coordinate: tuple[int, ...], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return draws.dropout(shard, p, part, _strides(part, result))
+
+        shard = dtensors.local(input)
+        out, kept = _on_part(op, input, placements, kwargs, drop, shard) or (shard, shard.new_empty(0, dtype=torch.bool))
+    return (
+        dtensors.wrap(laid_out(out, result), mesh, input.placements, result),
+        dtensors.wrap(laid_out(kept, mask), mesh, placements, mask),
+    )
 
 
 @handlers.register(aten.dropout.default, traffic=TRAFFIC, limits=LIMITS)
@@ -286,10 +281,10 @@ def _try(op: handlers.Op, dtype: torch.dtype, *parameters: float) -> None:
 
 def _drawn(
     op: handlers.Op,
-    draw: Draw,
+    draw: draws.Draw,
     tensor: DTensor,
     placements: Sequence[Placement],
-    dtype: torch.dtype,
+    result: dtensors.Meta,
     parameters: Sequence[Any],
     kwargs: dict[str, Any],
     out: torch.Tensor | None = None,
@@ -298,28 +293,48 @@ def _drawn(
 
     Args:
         parameters: Of ``draw``: numbers, or one DTensor that broadcasts to the shape.
-        out: Where to put it; a new tensor of ``dtype`` if not given. Of a sum over ranks, the first rank gets all.
+        out: Where to put it; a new tensor as ``result`` says if not given. Of a sum over ranks, the first rank gets all.
     """
-    mesh, shard = tensor.device_mesh, dtensors.local(tensor)
-    seed = seed_of(op, mesh, shard.device, kwargs.get("generator"))
-    coordinate = process_groups.coordinate(mesh)
-    if coordinate is None:
-        return shard.new_empty(0, dtype=dtype)
-    whole = layout(tensor.shape, mesh, placements)
+    shard = dtensors.local(tensor)
     others = [dtensors.local(aligned(p, placements, tensor.shape)) if isinstance(p, DTensor) else p for p in parameters]
     summed = [axis for axis, placement in enumerate(placements) if placement == Partial()]
 
     def kernel(
-        shard: torch.Tensor, out: torch.Tensor | None, seed: torch.Tensor, others: Sequence[Any], *coordinate: int
+        part: draws.Part, coordinate: tuple[int, ...], shard: torch.Tensor, out: torch.Tensor | None, others: Sequence[Any]
     ) -> torch.Tensor:
-        box = whole.owned(coordinate)
-        out = shard.new_empty(box.shape, dtype=dtype) if out is None else out
+        if out is None:
+            out = shard.new_empty_strided(part.box.shape, _strides(part, result), dtype=result.dtype)
         if any(coordinate[axis] for axis in summed):
             return out.zero_()
-        for part in _slices(box, SLICE.get(shard.device.type, SLICE["other"])):
-            cut = part.within(box)
-            along = [other.expand(box.shape)[cut] if isinstance(other, torch.Tensor) else other for other in others]
-            out[cut].copy_(draw(random_numbers.bits_of(part, whole.shape, seed), dtype, *along))
+        draws.fill(out, draw, part, *others)
         return out
 
-    return simulation.per_rank(kernel, shard, out, seed, others, *coordinate)
+    drawn = _on_part(op, tensor, placements, kwargs, kernel, shard, out, others)
+    return shard.new_empty(0, dtype=result.dtype) if drawn is None else drawn
+
+
+def _strides(part: draws.Part, result: dtensors.Meta) -> tuple[int, ...]:
+    """Those of a part of ``result`` in its memory format."""
+    return strides(part.box.shape, memory_format(result.shape, result.stride))
+
+
+def _on_part(
+    op: handlers.Op,
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    kwargs: dict[str, Any],
+    kernel: Callable[..., Any],
+    *others: Any,
+) -> Any:
+    """What ``kernel`` gives for this rank's part of one draw, its place in the mesh and ``others``; None outside the mesh."""
+    mesh = tensor.device_mesh
+    seed = seed_of(op, mesh, dtensors.local(tensor).device, kwargs.get("generator"))
+    coordinate = process_groups.coordinate(mesh)
+    if coordinate is None:
+        return None
+    whole = layout(tensor.shape, mesh, placements)
+
+    def on_rank(seed: torch.Tensor, others: Sequence[Any], *coordinate: int) -> Any:
+        return kernel(draws.Part(whole.owned(coordinate), whole.shape, seed), coordinate, *others)
+
+    return simulation.per_rank(on_rank, seed, others, *coordinate)

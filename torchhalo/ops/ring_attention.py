@@ -16,7 +16,7 @@ import torch
 
 from torchhalo.exchange import ring as exchange
 from torchhalo.kernels.attention import merged
-from torchhalo.ops.attention_kernels import TOKENS, Kernel, Part, count_visible, cut, part_of
+from torchhalo.ops.attention_kernels import TOKENS, Inputs, Kernel, Part, Saved, count_visible, cut, part_of
 from torchhalo.ops.attention_work import Attention
 from torchhalo.torch_internals import collectives, dtensors, process_groups, simulation
 from torchhalo.torch_internals.tracing import depend_on
@@ -73,7 +73,7 @@ def forward(this: Attention, kernel: Kernel, extra: Pair) -> tuple[torch.Tensor,
             sums = query.new_full(shape, float("-inf"), dtype=dtype)
             out = query.new_zeros([*shape, value.shape[3]], dtype=dtype)
             return out, sums, torch.zeros_like(sums) if this.hides else sums.new_empty(0)
-        out, sums = kernel.forward(part, query, key, value, mask, extra)
+        out, sums = kernel.forward(part, Inputs(query, key, value, mask, extra))
         seen = count_visible(part, mask, sums) if this.hides else sums.new_empty(0)
         return merged(state, (out, sums, seen)) if step else (out.to(sums.dtype), sums, seen)  # type: ignore[arg-type]
 
@@ -116,8 +116,7 @@ def backward(this: Attention, kernel: Kernel, extra: Pair, saved: Pair, mask_gra
             sums = (query.new_zeros(query.shape, dtype=dtype), *_mask_sums(mask if mask_grad else None, dtype))
         if not query.numel() or not key.numel():
             return *(depend_on(total, held[0]) for total in sums), torch.zeros_like(key), torch.zeros_like(value)
-        grad, out, logsumexp = saved
-        found = kernel.backward(part, grad, query, key, value, mask, out, logsumexp, extra, mask_grad)
+        found = kernel.backward(part, Inputs(query, key, value, mask, extra), Saved(*saved), mask_grad)
         of_query, of_key, of_value, *of_mask = found
         sums[0].add_(of_query)
         for total, columns in zip(sums[1:], of_mask, strict=True):

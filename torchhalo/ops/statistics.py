@@ -81,7 +81,7 @@ def merged(parts: torch.Tensor, counts: tuple[Any, ...]) -> tuple[torch.Tensor, 
     means, variances = parts.unbind(1)
     if len(counts) == 1:
         return means[0], variances[0]
-    share = constant(_shares(counts), parts)
+    share = constant(shares(counts), parts)
 
     def average(values: torch.Tensor) -> torch.Tensor:
         if share.ndim == 1:  # one launch
@@ -96,9 +96,9 @@ def merged(parts: torch.Tensor, counts: tuple[Any, ...]) -> tuple[torch.Tensor, 
 
 
 @lru_cache(maxsize=4096)
-def _shares(counts: tuple[Any, ...]) -> tuple[Any, ...]:
+def shares(counts: tuple[Any, ...]) -> tuple[Any, ...]:
     """What part of all elements each part has; where there are none, nothing."""
     if isinstance(counts[0], tuple):
-        return tuple(zip(*map(_shares, zip(*counts, strict=True)), strict=True))
+        return tuple(zip(*map(shares, zip(*counts, strict=True)), strict=True))
     whole = max(1, sum(counts))
     return tuple(count / whole for count in counts)

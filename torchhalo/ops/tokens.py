@@ -8,8 +8,7 @@ the handlers of ops named here get the image back, with its dims renumbered. All
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from math import prod
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,28 +19,12 @@ from torchhalo.exchange.relayout import viewed, without_grids
 from torchhalo.ops.attention import FUSED, FUSED_BACKWARD
 from torchhalo.ops.inplace import VIEWS, WRITERS, Moved
 from torchhalo.ops.randomness import FILLS, LIKES
+from torchhalo.ops.tokens_program import Named, Program, described
 from torchhalo.torch_internals import fake_tensors, handlers, stale_views
+from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.grid_shard import GridShard, is_blind, is_grid
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
-
-
-class Named(NamedTuple):
-    """Which arguments of an op are dims, or sizes, of a tensor argument.
-
-    Attributes:
-        dims: One dim, or several.
-        sizes: All sizes of a tensor with as many dims.
-        inserts: The dim is one that the tensors do not have, and these sizes do.
-        tensors: Those that are tokens, by name, where others are not of their shape.
-        kept: So many dims, the first, are what they are by their number, as that of the channels.
-    """
-
-    dims: str | None = None
-    sizes: str | None = None
-    inserts: bool = False
-    tensors: tuple[str, ...] = ()
-    kept: int = 0
 
 
 _ALONG: dict[handlers.Op, Named] = {
@@ -159,6 +142,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: dict[int, DTensor]  # by the identity of what the handler gets, what the caller gave
+    program: Program | None  # None if the result is no tensor with grids
 
 
 def _moved(op: handlers.Op, handler: handlers.Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -197,50 +181,37 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     """The call with the dims of the grids apart; None if it works along one that is several then."""
     if any(not is_grid(tensor) for tensor in handlers.mutated_arguments(op, args, kwargs)):
         return None
-    named, about = handlers.named(op, args, kwargs), _ALONG.get(op)
-    widest = max(grids, key=DTensor.numel)
-    dims = unfolded(tuple(map(int, widest.shape)), tuple(widest.placements)).dims
-    shape = tuple(map(int, unfold(widest).shape))
     if op is aten.index_put.default:
         return _unfolded_rows(args, kwargs, grids)
-    changed: dict[str, Any] = {}
-    if about is not None:
-        if any(len(group) > 1 for group in dims[: about.kept]):
-            return None
-        groups = _inserted(dims, named[about.dims]) if about.inserts and about.dims else dims
-        grids_apart = [shape[group.start : group.stop] for group in dims if len(group) > 1]
-        for name, renumber in ((about.dims, _renumbered), (about.sizes, partial(_resized, apart=grids_apart))):
-            if name is not None:
-                changed[name] = renumber(named[name], groups)
-                if changed[name] is None:
-                    return None
-    normalized = named.get("normalized_shape")
-    if normalized is not None and any(len(group) > 1 for group in dims[-len(normalized) :]):
+    bound = handlers.bind(op, args, kwargs)
+    program = cached_on_mesh(grids[0].device_mesh, Program, op, described(bound), _ALONG.get(op))
+    if not program.fits:
         return None
     given: dict[int, DTensor] = {}
-    for name, value in named.items():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        if not any(isinstance(part, torch.Tensor) for part in parts):
-            continue
-        if about is not None and about.tensors and name not in about.tensors:
-            continue
-        apart: list[Any] = []
-        for part in parts:
-            new = _apart(part, widest, dims, shape) if isinstance(part, torch.Tensor) else part
-            if new is None:
-                return None
-            if new is not part:
-                given[id(new)] = part
-            apart.append(new)
-        changed[name] = apart if isinstance(value, (list, tuple)) else apart[0]
-    places = {argument.name: place for place, argument in enumerate(op._schema.arguments)}
+
+    def apart(tensor: Any, shape: tuple[int, ...] | None) -> Any:
+        if shape is None:
+            return tensor
+        if not isinstance(tensor, DTensor):
+            return tensor.reshape(shape)
+        new = unfold(tensor) if is_grid(tensor) else aten.view.default(tensor, shape)
+        given[id(new)] = tensor
+        return new
+
     new_args, new_kwargs = list(args), dict(kwargs)
-    for name, value in changed.items():
-        if places[name] < len(args):
-            new_args[places[name]] = value
+    for place, name, shapes in program.tensors:
+        value = bound[place]
+        value = apart(value, shapes) if isinstance(value, torch.Tensor) else list(map(apart, value, shapes))
+        if place < len(args):
+            new_args[place] = value
         else:
             new_kwargs[name] = value
-    return _Call(tuple(new_args), new_kwargs, given)
+    for place, name, value in program.values:
+        if place < len(args):
+            new_args[place] = value
+        else:
+            new_kwargs[name] = value
+    return _Call(tuple(new_args), new_kwargs, given, program)
 
 
 def _unfolded_rows(args: tuple[Any, ...], kwargs: dict[str, Any], grids: Sequence[DTensor]) -> _Call | None:
@@ -257,57 +228,7 @@ def _unfolded_rows(args: tuple[Any, ...], kwargs: dict[str, Any], grids: Sequenc
     apart = unfold(values)
     shape = tuple(apart.shape[: groups[lead - 1].stop])
     index = aten.view.default(index, shape) if isinstance(index, DTensor) else index.reshape(shape)
-    return _Call((table, [index], apart, *rest), kwargs, {})
-
-
-def _inserted(groups: Sequence[range], dim: int) -> list[range]:
-    """The dims of the unfolded tensor for each of the folded one, both with one more at ``dim`` of the latter."""
-    dim %= len(groups) + 1
-    at = groups[dim].start if dim < len(groups) else groups[-1].stop
-    return [*groups[:dim], range(at, at + 1), *(range(group.start + 1, group.stop + 1) for group in groups[dim:])]
-
-
-def _resized(sizes: Sequence[int], groups: Sequence[range], apart: Sequence[Sequence[int]]) -> list[int] | None:
-    """Sizes of a folded tensor as those of the unfolded one; None if they are not those of its grids, which are ``apart``."""
-    if len(sizes) != len(groups):
-        return None
-    grids = iter(apart)
-    found: list[int] = []
-    for group, size in zip(groups, sizes, strict=True):
-        parts = (size,) if len(group) == 1 else next(grids)
-        if size not in (prod(parts), -1):
-            return None
-        found += parts
-    return found
-
-
-def _renumbered(dims: Any, groups: Sequence[range]) -> Any:
-    """One dim, or several, of the folded tensor as those of the unfolded one; None if one dim would be several."""
-    if isinstance(dims, int):
-        group = groups[dims]
-        return group.start if len(group) == 1 else None
-    return dims and [dim for each in dims for dim in groups[each]]
-
-
-def _apart(tensor: torch.Tensor, widest: DTensor, groups: Sequence[range], shape: Sequence[int]) -> torch.Tensor | None:
-    """``tensor``, which broadcasts to the shape of ``widest``, with the dims of the grids apart; None if it does not."""
-    more = widest.ndim - tensor.ndim
-    sizes: list[int] = []
-    for dim, group in list(enumerate(groups))[max(0, more) :]:
-        size = int(tensor.shape[dim - more])
-        whole = shape[group.start : group.stop]
-        if len(group) > 1 and size not in (1, widest.shape[dim]):
-            return None
-        sizes += [size] if len(group) == 1 else [1] * len(group) if size == 1 else whole
-    if more < 0:
-        return None
-    if not isinstance(tensor, DTensor):
-        return tensor if len(sizes) == tensor.ndim else tensor.reshape(sizes)
-    if is_grid(tensor) and tuple(unfold(tensor).shape) != tuple(sizes):
-        return None
-    if is_grid(tensor):
-        return unfold(tensor)
-    return tensor if len(sizes) == tensor.ndim else aten.view.default(tensor, sizes)
+    return _Call((table, [index], apart, *rest), kwargs, {}, None)
 
 
 def _folded(op: handlers.Op, out: Any, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -316,6 +237,13 @@ def _folded(op: handlers.Op, out: Any, call: _Call, args: tuple[Any, ...], kwarg
     if all(id(each) in call.given for each in outs if isinstance(each, DTensor)):  # written in place
         outs = [call.given.get(id(each), each) for each in outs]
     else:
-        metas = (fake_tensors.plain_view(op, *args),) if op in _VIEWS else fake_tensors.plain_result(op, *args, **kwargs)
-        outs = [viewed(each, meta) if isinstance(each, DTensor) else each for each, meta in zip(outs, metas, strict=True)]
+        if call.program is None:
+            return out
+        if call.program.metas is None:
+            view = op in _VIEWS
+            call.program.metas = (
+                (fake_tensors.plain_view(op, *args),) if view else fake_tensors.plain_result(op, *args, **kwargs)
+            )
+        metas = call.program.metas
+        outs = [viewed(each, meta)[0] if isinstance(each, DTensor) else each for each, meta in zip(outs, metas, strict=True)]
     return outs[0] if not isinstance(out, (list, tuple)) else type(out)(outs)

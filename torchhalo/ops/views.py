@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchhalo.exchange.memory import strides
-from torchhalo.exchange.relayout import moves, relayout, view_placements, viewed
+from torchhalo.exchange.relayout import relayout, view_placements, viewed
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward, reach
 from torchhalo.geometry import Window
@@ -47,8 +47,8 @@ def view(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
 
 
 def _view(op: handlers.Op, input: DTensor, result: dtensors.Meta) -> DTensor:
-    out = viewed(input, result)
-    if op in _VIEWS and moves(input, out):
+    out, moved = viewed(input, result)
+    if moved and op in _VIEWS:
         stale_views.set_origin(out, Moved(input, result.shape), input)
     return out
 

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhalo.exchange.debug import agree
 from torchhalo.exchange.layout import layout
+from torchhalo.exchange.memory import memory_format, strides
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
 from torchhalo.parallel.structures import mapped, ordinary, tensors_in, without_grids
-from torchhalo.torch_internals import collectives, process_groups, switch
+from torchhalo.torch_internals import collectives, dtensors, process_groups, switch
 
 Inputs = Literal["whole", "shard"]
 Outputs = Literal["sharded", "whole"]
@@ -238,8 +239,17 @@ def _slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor
 
 
 def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """``tensor`` with the values of the first rank of the mesh."""
-    return tensor if isinstance(tensor, DTensor) else distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    """``tensor`` with the values of the first rank of the mesh, and in memory as it was."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    found = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    shard, stride = dtensors.local(found), tensor.stride()
+    usual = strides(tensor.shape, memory_format(tensor.shape, stride))
+    if shard.stride() == stride or any(a != b for n, a, b in zip(tensor.shape, stride, usual, strict=True) if n > 1):
+        return found
+    # torch makes every shard contiguous: a channels-last model would turn each of its weights around at each step.
+    shard = shard.new_empty_strided(tensor.shape, stride).copy_(shard)
+    return dtensors.wrap(shard, mesh, found.placements, dtensors.meta(found))
 
 
 def _kept(model: nn.Module) -> dict[int, list[int]]:

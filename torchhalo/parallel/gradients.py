@@ -113,9 +113,14 @@ class _Piece(NamedTuple):
         return dtensors.local(grad).permute(self.order).reshape(-1)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        sizes = [self.parameter.shape[dim] for dim in self.order]
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view(sizes).permute(back)
+        """The gradient in ``flat``, with the strides of its parameter, as the foreach ops of optimizers want them."""
+        shape, strides, step = self.parameter.shape, self.parameter.stride(), 1
+        for dim in reversed(self.order):
+            if shape[dim] != 1 and strides[dim] != step:
+                back = sorted(range(len(self.order)), key=self.order.__getitem__)
+                return flat.view([shape[dim] for dim in self.order]).permute(back)
+            step *= shape[dim]
+        return flat.as_strided(shape, strides, flat.storage_offset())
 
 
 class _Pass:
@@ -163,7 +168,7 @@ class _Pass:
         del self._bytes[key]
         with torch.no_grad():
             flat = torch.cat([piece.flat() for piece in pieces])
-            self._sent.append((pieces, collectives.start_all_reduce(flat, self._mesh, key[1])))
+            self._sent.append((pieces, collectives.start_all_reduce(flat, self._mesh, key[1], in_place=True)))
         for piece in pieces:
             piece.parameter.grad = None
 

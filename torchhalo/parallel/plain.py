@@ -79,7 +79,7 @@ class plain_as_replicated(TorchFunctionMode):
             return self._blank(func, args, kwargs) if func in _BLANKS else func(*args, **kwargs)
         if _any_plain((args, kwargs)):
             args, kwargs = _alike(func, args, kwargs, mesh, self._shares)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if torch.compiler.is_compiling() else overrides.call(func, args, kwargs)
         if isinstance(out, DTensor) and out.is_complex():
             known = self._spectra.get(out.ndim)
             if known is None or known.placements != out.placements or known.device_mesh != out.device_mesh:
@@ -124,11 +124,11 @@ def _mixed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if func is torch.Tensor.numpy:
         return _as_array(*args, **kwargs)
     if func in _AS_THEY_ARE or not _any_plain((args, kwargs)):
-        return func(*args, **kwargs)
+        return overrides.call(func, args, kwargs)
     mesh = _mesh((args, kwargs))
     if mesh is not None and mesh in _permitted:
         args, kwargs = _alike(func, args, kwargs, mesh, shares=False)
-        return func(*args, **kwargs)
+        return overrides.call(func, args, kwargs)
     before = dtensors.replicate_implicitly(False)
     try:
         return func(*args, **kwargs)

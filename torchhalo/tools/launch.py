@@ -35,9 +35,14 @@ class RankError(RuntimeError):
 
 
 def on_ranks(
-    work: Callable[..., Any], ranks: int, *args: Any, timeout: timedelta = TIMEOUT, method: str = "spawn"
+    work: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: timedelta = TIMEOUT,
+    method: str = "spawn",
+    device: str = "cpu",
 ) -> list[Any]:
-    """``work(*args)`` in ``ranks`` new processes that are joined by gloo; what each returned.
+    """``work(*args)`` in ``ranks`` new processes; what each returned.
 
     Every process is started for it alone and ended with it, also if another fails or this one is interrupted.
 
@@ -46,6 +51,7 @@ def on_ranks(
         timeout: Of a collective.
         method: How processes are started, as for `multiprocessing.get_context`. Those that are forked have what is imported
             here; nothing may have run in parallel here before.
+        device: "cpu" for ranks that are joined by gloo, "cuda" for ranks of NCCL, which share the GPUs of this machine.
 
     Raises:
         RankError: The first rank that raised.
@@ -53,7 +59,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         with _frugal_heap():
             processes = torch.multiprocessing.start_processes(
-                _serve, (ranks, folder, timeout, work, args), ranks, join=False, daemon=True, start_method=method
+                _serve, (ranks, folder, timeout, device, work, args), ranks, join=False, daemon=True, start_method=method
             )
         assert processes is not None
         try:
@@ -77,13 +83,14 @@ def _failure(folder: Path, error: Exception) -> RankError:
     return RankError(int(notes[0].stem), reason, trace)
 
 
-def _serve(rank: int, ranks: int, folder: str, timeout: timedelta, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(
+    rank: int, ranks: int, folder: str, timeout: timedelta, device: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     # torch has the system interrupt this process when its parent is gone. But a shell makes what it runs in the background
     # ignore interrupts, and then this rank would live on.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    join(rank, ranks, Path(folder), timeout, device)
     try:
         torch.save(work(*args), Path(folder) / f"{rank}.pt")
     except BaseException as error:
@@ -93,6 +100,24 @@ def _serve(rank: int, ranks: int, folder: str, timeout: timedelta, work: Callabl
         raise
     # Not after an error: the other ranks are ended then, and saying goodbye to them would only take time.
     dist.destroy_process_group()
+
+
+def join(rank: int, ranks: int, folder: Path, timeout: timedelta = TIMEOUT, device: str = "cpu") -> None:
+    """Make this process a rank of a new world, whose ranks meet in ``folder``, which serves one world.
+
+    Args:
+        timeout: Of a collective.
+        device: "cpu" for gloo. "cuda" for NCCL, and gloo beside it for tensors of the CPU: the ranks take turns on the GPUs of
+            this machine, however few, and talk over its loopback. That is slow, and in all else as on several GPUs.
+    """
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # NCCL refuses two ranks of one host on one GPU; these it takes for ranks of different hosts.
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,11 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def tree_leaves_of(value: Any) -> list[Any]:
     """What nested tuples, lists and dicts hold."""
     return tree_leaves(value)

@@ -43,12 +43,20 @@ def _all_to_all(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[in
     return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group.group_name)
 
 
-def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
-    """``tensor`` reduced over the ranks along ``axes`` by one collective, whatever their number; as it is if there are none."""
-    return wait(start_all_reduce(tensor, mesh, axes, reduction))
+def all_reduce(
+    tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum", in_place: bool = False
+) -> torch.Tensor:
+    """``tensor`` reduced over the ranks along ``axes`` by one collective, whatever their number; as it is if there are none.
+
+    Args:
+        in_place: Whether the result may take the place of ``tensor``, which saves a copy: if the caller has just made that.
+    """
+    return wait(start_all_reduce(tensor, mesh, axes, reduction, in_place))
 
 
-def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+def start_all_reduce(
+    tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum", in_place: bool = False
+) -> torch.Tensor:
     """As `all_reduce`, but the result is for `wait`; what comes between overlaps with the communication."""
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
@@ -58,7 +66,8 @@ def start_all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
         watcher.collective(Collective("all_reduce", tensor, group))
     if is_traced(tensor) or local_tensor_mode():
         return funcol.all_reduce(tensor, reduction, group)
-    return torch.ops._c10d_functional.all_reduce(tensor, reduction, group.group_name)
+    ops = torch.ops._c10d_functional
+    return (ops.all_reduce_ if in_place and tensor.is_contiguous() else ops.all_reduce)(tensor, reduction, group.group_name)
 
 
 def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

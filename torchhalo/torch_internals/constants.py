@@ -16,7 +16,7 @@ MOST = 1024
 _kept: dict[object, torch.Tensor] = {}
 
 
-def constant(values: Sequence[Any], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def constant(values: Sequence[Any] | int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """``like.new_tensor(values)``, not to be written to; the same tensor each time.
 
     While a program is traced or simulated it is a new one, which that program alone knows.

@@ -97,6 +97,11 @@ def cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, GridShard)) and placement.dim == dim
 
 
+def at(placement: Placement, dim: int) -> Placement:
+    """The same cut of another dim."""
+    return placement.at(dim) if isinstance(placement, GridShard) else Shard(dim)
+
+
 def is_grid(value: object) -> bool:
     """Whether ``value`` is a DTensor with a `GridShard`."""
     return isinstance(value, DTensor) and has_grid(value._spec.placements)

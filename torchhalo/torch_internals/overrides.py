@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodWrapperType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import _guards
@@ -14,6 +14,11 @@ Override = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: A context in which functions of DTensors are not overridden.
 not_overridden = torch._C.DisableTorchFunctionSubclass
+
+#: What is called in place of a function; it may call that.
+_replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _none = torch._C._disabled_torch_function_impl
 
@@ -45,6 +50,21 @@ def override_functions(function: Override | None) -> None:
     It may call ``func``, which then is not overridden again.
     """
     setattr(DTensor, "__torch_function__", _none if function is None else _Override(function))  # noqa: B010
+
+
+def replace(func: Callable[..., Any]) -> Callable[[F], F]:
+    """Have the decorated function called in place of ``func`` by `call`."""
+
+    def keep(other: F) -> F:
+        _replaced[func] = other
+        return other
+
+    return keep
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``, or what `replace` has put in its place."""
+    return _replaced.get(func, func)(*args, **kwargs)
 
 
 def undressed(tensor: torch.Tensor) -> torch.Tensor:

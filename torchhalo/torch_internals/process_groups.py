@@ -56,17 +56,17 @@ def submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.Process
 
 def _submesh_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     members, places = cached_on_mesh(mesh, _submesh, axes)
-    if mesh.device_type == "cpu":
-        _trace_aborts()
+    _trace_aborts()
     return mesh.get_group(axes[0]) if len(axes) == 1 else _group_of(members), places
 
 
 def _trace_aborts() -> None:
-    """Let a process that gloo ends say where it was.
+    """Let a process that gloo or NCCL ends say where it was.
 
-    Gloo ends a process that is sent more than it expects, as where one rank has another kernel, from a thread in which no error
-    can be raised. Python's trace is printed then, which ends at the op. Sizes cannot be compared by another collective
-    instead: only on first use would that cost nothing, and ranks need not meet a shape for the first time together.
+    Gloo ends a process that is sent more than it expects, as where one rank has another kernel, and torch's watchdog of NCCL
+    one that waited in vain, from threads in which no error can be raised. Python's trace is printed then, which ends at the op,
+    or, on a GPU, where the process waits for it. Sizes cannot be compared by another collective instead: only on first use
+    would that cost nothing, and ranks need not meet a shape for the first time together.
     """
     if not faulthandler.is_enabled():
         try:

@@ -1,4 +1,4 @@
-"""Work on a side stream of a GPU."""
+"""Streams of a GPU: work on a side stream, and whether a CUDA graph records the current one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import torch
 from torchhalo.torch_internals.tracing import is_plain
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is recording what is queued on ``device`` now."""
+    # A torch without CUDA raises where it is asked; fake tensors may be on its devices all the same.
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class SideStream:
     """Work that needs nothing of what is queued on the device meanwhile: it may run beside it.
 
     What is inside starts after all that was queued when this object was made, and what comes after it waits for both. Only on a
-    CUDA device does it make a difference; elsewhere the work runs in its turn.
+    CUDA device does it make a difference; elsewhere, and without a tensor, the work runs in its turn.
 
     Example:
         >>> side = SideStream(torch.ones(3))
@@ -24,9 +30,9 @@ class SideStream:
 
     _made = threading.local()  # two threads, such as autograd's, must not record the same event
 
-    def __init__(self, like: torch.Tensor) -> None:
+    def __init__(self, like: torch.Tensor | None) -> None:
         self._main: torch.cuda.Stream | None = None
-        if like.is_cuda and is_plain(like):
+        if like is not None and like.is_cuda and is_plain(like):
             self._main = torch.cuda.current_stream(like.device)
             made = self._made.__dict__.setdefault("by_device", {})
             if like.device not in made:

@@ -1,1 +1,29 @@
-"""Triton kernels. Imported only by the file of the same name in ``kernels``, when a GPU or the interpreter needs them."""
+"""Triton kernels, and whether they can run here.
+
+Each file is imported only by the file of the same name in ``kernels``, when a GPU or the interpreter needs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def compiles() -> bool:
+    """Whether Triton is installed, and finds the C compiler that it needs besides."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        import_module("torchhalo.kernels.triton.probe").probe[1,](torch.empty(1, device="cuda"))
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compile here: convolutions, norms and random draws will take more time and memory ({error})",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The Triton kernels of `torchhalo.depthwise`, which says what they do; it alone imports them, as Triton may not be there.
+"""Triton kernels for the edges of depthwise convolutions; `torchhalo.kernels.edges` says what they do.
 
 Tensors have the dims n (batch), c (channels), a (the cut one), b and e, and their strides come in that order.
 """
@@ -8,30 +8,7 @@ Tensors have the dims n (batch), c (channels), a (the cut one), b and e, and the
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _there(at, tap, stride, padding, dilation, stop, MIRRORED: tl.constexpr):
-    """What ``at`` meets in a tap on the other side, which ends at ``stop``, and whether it meets any."""
-    if MIRRORED:
-        steps = at + padding - tap * dilation
-        there = steps // stride
-        meets = (steps >= 0) & (steps % stride == 0) & (there < stop)
-    else:
-        there = at * stride - padding + tap * dilation
-        meets = (there >= 0) & (there < stop)
-    return there, meets
-
-
-@triton.jit
-def _line(tensor, strides, n, a, b):
-    """Where a line along e begins."""
-    return tensor + n.to(tl.int64) * strides[0] + a.to(tl.int64) * strides[2] + b.to(tl.int64) * strides[3]
-
-
-@triton.jit
-def _tile(strides, e, c):
-    """Where on a line its elements are, for all channels."""
-    return e[:, None].to(tl.int64) * strides[4] + c[None, :].to(tl.int64) * strides[1]
+from torchhalo.kernels.triton.windows import line_of, there, tile_of
 
 
 @triton.jit
@@ -71,20 +48,20 @@ def strips(
     sources = (before, shard, after)
     for part in tl.static_range(3):
         for ka in range(taps[0]):
-            at_a, meets = _there(a, ka, windows[0], windows[1], windows[2], bounds[part + 1], MIRRORED)
+            at_a, meets = there(a, ka, windows[0], windows[1], windows[2], bounds[part + 1], MIRRORED)
             if meets & (at_a >= bounds[part]):
                 for kb in range(taps[1]):
-                    at_b, meets_b = _there(b, kb, windows[3], windows[4], windows[5], in_b, MIRRORED)
+                    at_b, meets_b = there(b, kb, windows[3], windows[4], windows[5], in_b, MIRRORED)
                     if meets_b:
-                        line = _line(sources[part], strides[part], n, at_a - bounds[part], at_b)
+                        line = line_of(sources[part], strides[part], n, at_a - bounds[part], at_b)
                         tap = weight + ka * weight_strides[2] + kb * weight_strides[3]
                         for ke in range(taps[2]):
-                            at_e, reached = _there(e, ke, windows[6], windows[7], windows[8], in_e, MIRRORED)
+                            at_e, reached = there(e, ke, windows[6], windows[7], windows[8], in_e, MIRRORED)
                             mask = reached[:, None] & few[None, :]
-                            values = tl.load(line + _tile(strides[part], at_e, c), mask=mask, other=0.0)
+                            values = tl.load(line + tile_of(strides[part], at_e, c), mask=mask, other=0.0)
                             factor = tl.load(tap + ke * weight_strides[4] + c * weight_strides[0], mask=few, other=0.0)
                             total += values.to(SUM) * factor.to(SUM)[None, :]
-    places = _line(out, out_strides, n, a - own, b) + _tile(out_strides, e, c)
+    places = line_of(out, out_strides, n, a - own, b) + tile_of(out_strides, e, c)
     tl.store(places, total.to(out.dtype.element_ty), mask=(e < out_e)[:, None] & few[None, :])
 
 
@@ -118,20 +95,20 @@ def pairs(
     pieces = (before, after)
     for part in tl.static_range(2):
         for a in range(bounds[part][0], bounds[part][1]):
-            at_a, meets = _there(a, ka, windows[0], windows[1], windows[2], own_bounds[1], MIRRORED)
+            at_a, meets = there(a, ka, windows[0], windows[1], windows[2], own_bounds[1], MIRRORED)
             if meets & (at_a >= own_bounds[0]):
                 for item in range(tl.program_id(2), items, tl.num_programs(2)):
                     e = (item % blocks) * BLOCK_E + tl.arange(0, BLOCK_E)
                     b, n = item // blocks % halo_b, item // blocks // halo_b
-                    at_b, meets_b = _there(b, kb, windows[3], windows[4], windows[5], own_b, MIRRORED)
-                    at_e, reached = _there(e, ke, windows[6], windows[7], windows[8], own_e, MIRRORED)
+                    at_b, meets_b = there(b, kb, windows[3], windows[4], windows[5], own_b, MIRRORED)
+                    at_e, reached = there(e, ke, windows[6], windows[7], windows[8], own_e, MIRRORED)
                     # A number, as Triton's interpreter makes no mask of a boolean for all and one for each.
                     stop = tl.where(meets_b, halo_e, 0)
                     mask = (reached & (e < stop))[:, None] & few[None, :]
-                    line = _line(pieces[part], strides[part], n, a - bounds[part][0], b)
-                    grads = tl.load(line + _tile(strides[part], e, c), mask=mask, other=0.0)
-                    line = _line(own, own_strides, n, at_a - own_bounds[0], at_b)
-                    values = tl.load(line + _tile(own_strides, at_e, c), mask=mask, other=0.0)
+                    line = line_of(pieces[part], strides[part], n, a - bounds[part][0], b)
+                    grads = tl.load(line + tile_of(strides[part], e, c), mask=mask, other=0.0)
+                    line = line_of(own, own_strides, n, at_a - own_bounds[0], at_b)
+                    values = tl.load(line + tile_of(own_strides, at_e, c), mask=mask, other=0.0)
                     total += grads.to(SUM) * values.to(SUM)
     places = (tl.program_id(2) * channels + c) * tl.num_programs(1) + tap
     tl.store(sums + places, tl.sum(total, 0), mask=few)

@@ -1,4 +1,4 @@
-"""Strips of depthwise convolutions by Triton's kernels: on a GPU as they are, elsewhere in Triton's interpreter."""
+"""The edges of convolutions by Triton's kernels: on a GPU as they are, elsewhere in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,39 +7,29 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICE, assert_parity, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreted import interpret
 from memory import any_memory
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torchhalo.exchange import parts
 from torchhalo.geometry import Span, Window
-from torchhalo.kernels import depthwise
-from torchhalo.kernels.depthwise import Edge, Halo, add_pairs, write_strips
-from torchhalo.torch_internals import tracing
+from torchhalo.kernels import edges
+from torchhalo.kernels.edges import Edge, Halo, add_pairs, write_strips
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    try:
-        int(numpy.ones(1))
-    except (DeprecationWarning, TypeError) as error:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this numpy: {error}", allow_module_level=True)
-original = depthwise.usable
 SETTINGS: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(depthwise, "usable", tracing.is_plain)
+    interpret(monkeypatch, edges)
 
 
 @settings(max_examples=20, **SETTINGS)
@@ -53,13 +43,15 @@ def test_random_edges(data: st.DataObject) -> None:
         padding = draw(st.integers(0, dilation * (kernel - 1)))
         windows.append(Window(kernel, draw(st.sampled_from([1, 1, 2, 3])), padding, padding, dilation))
     shape = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3])), *(draw(st.integers(5, 7)) for _ in range(ndim))
+    dense = draw(st.booleans())
     dim = draw(st.integers(2, ndim + 1))
     conv = getattr(F, f"conv{'_transpose' * transposed}{ndim}d")
     kernel, stride, padding, _, dilation = zip(*windows, strict=True)
-    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": shape[1]}
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1 if dense else shape[1]}
     random: dict[str, Any] = {"dtype": torch.float64, "device": DEVICE}
-    x, w = torch.randn(shape, **random), torch.randn(shape[1], 1, *kernel, **random)
-    bias = torch.randn(shape[1], **random) if draw(st.booleans()) else None
+    channels = (draw(st.sampled_from([2, 17])), shape[1]) if dense else (shape[1], 1)
+    x, w = torch.randn(shape, **random), torch.randn(*(channels[::-1] if dense and transposed else channels), *kernel, **random)
+    bias = torch.randn(channels[0], **random) if draw(st.booleans()) else None
     x, w, bias = (None if tensor is None else draw(any_memory())(tensor) for tensor in (x, w, bias))
     x.requires_grad_()
     y = conv(x, w, bias, **options)
@@ -103,24 +95,9 @@ def test_random_edges(data: st.DataObject) -> None:
         torch.testing.assert_close(found - 1, expected, rtol=0, atol=1e-10)
 
 
-def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not original(torch.ones(1))
-    with FakeTensorMode():
-        assert not original(torch.ones(1, device="cuda"))
-    compiles = depthwise._compiles.__wrapped__
-    with monkeypatch.context() as patch:
-        patch.setattr(depthwise, "find_spec", lambda name: None)
-        assert not compiles()
-
-    def uncompiled(*args: object) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(depthwise, "write_strips", uncompiled)
-    with pytest.warns(UserWarning, match="Triton cannot compile here"):
-        assert not compiles()
-
-
-def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("groups", "filters", "help"), [(2, 1, True), (2, 2, False), (1, 3, True)])
+def test_sharded_convolutions(monkeypatch: pytest.MonkeyPatch, groups: int, filters: int, help: bool, transposed: bool) -> None:
     """Forward and all gradients; where the kernels cannot help, the usual strips do."""
     calls: Counter[str] = Counter()
     for each in (write_strips, add_pairs):
@@ -129,14 +106,14 @@ def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None
             calls[kernel.__name__] += 1
             kernel(*args)
 
-        monkeypatch.setattr(depthwise, each.__name__, counted)
-    helped: Counter[tuple[bool, ...]] = Counter()
+        monkeypatch.setattr(edges, each.__name__, counted)
+    helped: Counter[tuple[bool, bool]] = Counter()
 
-    @settings(max_examples=14, **SETTINGS)
+    @settings(max_examples=7, **SETTINGS)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         draw = data.draw
-        mesh, transposed = draw(st.sampled_from([(2,), (3,), (4,), (2, 2)])), draw(st.booleans())
+        mesh = draw(st.sampled_from([(2,), (3,), (4,), (2, 2)]))
         kernel, stride, dilation = draw(st.sampled_from([(3, 1, 1), (5, 1, 1), (3, 2, 1), (2, 2, 1), (3, 1, 2), (4, 2, 1)]))
         padding = dilation * (kernel - 1) // 2
         size = [draw(st.integers(4, 5)) * stride * n + draw(st.integers(0, 2)) for n in mesh]
@@ -144,7 +121,6 @@ def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None
         if len(mesh) == 1:
             dims = [draw(st.sampled_from([2, 3]))]
             size.insert(3 - dims[0], 5)
-        filters = draw(st.sampled_from([1, 1, 1, 2]))
         calls.clear()
         with simulated(math.prod(mesh)):
             devices = init_device_mesh(DEVICE, mesh)
@@ -153,23 +129,20 @@ def test_sharded_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None
                 x = torch.randn(draw(st.integers(1, 2)), 2, *size, **random)
                 if draw(st.booleans()):
                     x = x.contiguous(memory_format=torch.channels_last)
-                w = torch.randn(*((2, filters) if transposed else (2 * filters, 1)), kernel, kernel, **random)
-                b = torch.randn(2 * filters, **random)
+                sides = (2, filters) if transposed else (groups * filters, 2 // groups)
+                w, b = torch.randn(*sides, kernel, kernel, **random), torch.randn(groups * filters, **random)
             op = F.conv_transpose2d if transposed else F.conv2d
 
             def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-                return op(x, w, b, stride=stride, padding=padding, dilation=dilation, groups=2)
+                return op(x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups)
 
             everywhere = [Replicate()] * len(mesh)
             needs_grad = draw(st.sampled_from([[True, True, True], [False, True, True], [True, False, True]]))
             with parts.in_parts(True):
                 placements = [[Shard(dim) for dim in dims], everywhere, everywhere]
                 assert_parity(function, [x, w, b], devices, placements, needs_grad=needs_grad)
-        one_cut_one_filter = len(mesh) == filters == 1
-        assert one_cut_one_filter or not calls, calls
-        helped[one_cut_one_filter, transposed, calls["write_strips"] > 0, calls["add_pairs"] > 0] += 1
+        assert (help and len(mesh) == 1) or not calls, calls
+        helped[calls["write_strips"] > 0, calls["add_pairs"] > 0] += 1
 
     check()
-    for transposed in (False, True):
-        assert helped[True, transposed, True, True], helped
-        assert helped[False, transposed, False, False], helped
+    assert helped[help, help], helped

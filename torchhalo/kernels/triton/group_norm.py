@@ -1,0 +1,374 @@
+"""The Triton kernels of `torchhalo.kernels.group_norm`, which says what they do; it alone imports them.
+
+A shard has n samples of c channels of s elements each. In memory either s is innermost, or c (channels-last): ``LAST``. A
+program of the large kernels takes one chunk of s of a block of channels, and walks through it in tiles.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _walk(channels, length, chunk, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of a program: sample and channels, where its chunk begins and ends, and where in memory the sample and a tile are."""
+    blocks = tl.cdiv(channels, BLOCK_C)
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    e, f = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
+    first = block * BLOCK_C
+    start = tl.program_id(1) * chunk
+    begin = n.to(tl.int64) * channels * length
+    if LAST:
+        begin += first
+        tile = e[:, None] * channels + f[None, :]
+    else:
+        begin += first.to(tl.int64) * length
+        tile = f[None, :] * length + e[:, None]
+    return n, first + f, first + f < channels, start, tl.minimum(start + chunk, length), begin, tile
+
+
+@triton.jit
+def _at(at, stop, owned, begin, channels, LAST: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Of one step of the walk: where in memory it is, and which cells of the tile there are."""
+    step = channels if LAST else 1
+    here = (at + tl.arange(0, BLOCK_S) < stop)[:, None] & owned[None, :]
+    return begin + tl.cast(at, tl.int64) * step, here
+
+
+@triton.jit
+def statistics(
+    x,
+    partials,
+    samples,
+    channels,
+    length,
+    chunk,
+    splits,
+    LAST: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of each chunk: the mean, less the channel's first element, and the sum of squared deviations; and that first element."""
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    e = tl.arange(0, BLOCK_S)
+    lines = tl.arange(0, BLOCK_C) * (1 if LAST else length)
+    origin = tl.load(x + begin + lines, mask=owned, other=0.0).to(ACC)
+    mean = tl.zeros((BLOCK_S, BLOCK_C), ACC)
+    squares = tl.zeros((BLOCK_S, BLOCK_C), ACC)
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC) - origin[None, :]
+        apart = tl.where(here, values - mean, 0.0)
+        mean += apart * (1.0 / ((at - start) // BLOCK_S + 1).to(ACC))
+        squares += apart * (values - mean)
+    counts = tl.cdiv(tl.maximum(stop - start - e, 0), BLOCK_S).to(ACC)[:, None]
+    total = (stop - start).to(ACC)
+    center = tl.sum(counts * mean, 0) / total
+    apart = mean - center[None, :]
+    squares = tl.sum(squares + counts * apart * apart, 0)
+    cells = samples * channels
+    place = n * channels + c
+    split = tl.program_id(1)
+    tl.store(partials + split * cells + place, center, mask=owned)
+    tl.store(partials + (splits + split) * cells + place, squares, mask=owned)
+    tl.store(partials + 2 * splits * cells + place, origin, mask=owned & (split == 0))
+
+
+@triton.jit
+def merge_chunks(partials, parts, samples, channels, length, chunk, splits, first, size, groups, BLOCK: tl.constexpr):
+    """Of each sample and group: mean and mean of squared deviations over chunks and the rank's channels."""
+    n, g = tl.program_id(0) // groups, tl.program_id(0) % groups
+    low = tl.maximum(g * size - first, 0)
+    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
+    cells = samples * channels
+    items = width * splits
+    total = tl.maximum(width, 1).to(tl.float64) * length
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, items, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < items
+        split, place = i // width, n * channels + low + i % width
+        count = tl.minimum(length - split * chunk, chunk).to(tl.float64)
+        center = tl.load(partials + split * cells + place, mask=here, other=0.0).to(tl.float64)
+        origin = tl.load(partials + 2 * splits * cells + place, mask=here, other=0.0).to(tl.float64)
+        sums += tl.where(here, count * (origin + center), 0.0)
+    mean = tl.sum(sums, 0) / total
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, items, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < items
+        split, place = i // width, n * channels + low + i % width
+        count = tl.minimum(length - split * chunk, chunk).to(tl.float64)
+        center = tl.load(partials + split * cells + place, mask=here, other=0.0).to(tl.float64)
+        squares = tl.load(partials + (splits + split) * cells + place, mask=here, other=0.0).to(tl.float64)
+        origin = tl.load(partials + 2 * splits * cells + place, mask=here, other=0.0).to(tl.float64)
+        apart = origin + center - mean
+        sums += tl.where(here, squares + count * apart * apart, 0.0)
+    tl.store(parts + tl.program_id(0), mean)
+    tl.store(parts + samples * groups + tl.program_id(0), tl.sum(sums, 0) / total)
+
+
+@triton.jit
+def merge_ranks(parts, shares, few, ranks, samples, groups, EPS: tl.constexpr, BY_GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Of all ranks: mean, one over the standard deviation, and what rounding has taken from the mean."""
+    cells = samples * groups
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = i < cells
+    origin = tl.load(parts + i, mask=here, other=0.0)
+    center = tl.zeros((BLOCK,), tl.float64)
+    for rank in range(ranks):
+        share = tl.load(shares + (rank * groups + i % groups if BY_GROUP else rank + i * 0), mask=here, other=0.0)
+        center += share * (tl.load(parts + 2 * rank * cells + i, mask=here, other=0.0) - origin)
+    variance = tl.zeros((BLOCK,), tl.float64)
+    for rank in range(ranks):
+        share = tl.load(shares + (rank * groups + i % groups if BY_GROUP else rank + i * 0), mask=here, other=0.0)
+        apart = tl.load(parts + 2 * rank * cells + i, mask=here, other=0.0) - origin - center
+        squares = tl.load(parts + (2 * rank + 1) * cells + i, mask=here, other=0.0)
+        variance += share * (squares + apart * apart)
+    mean = origin + center
+    rounded = mean.to(few.dtype.element_ty)
+    rstd = 1.0 / tl.sqrt(variance + tl.full((), EPS, tl.float64))
+    tl.store(few + i, rounded, mask=here)
+    tl.store(few + cells + i, rstd.to(few.dtype.element_ty), mask=here)
+    tl.store(few + 2 * cells + i, (mean - rounded.to(tl.float64)).to(few.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def normalize(
+    x,
+    out,
+    mean,
+    rstd,
+    rest,
+    weight,
+    bias,
+    samples,
+    channels,
+    length,
+    chunk,
+    first,
+    size,
+    groups,
+    LAST: tl.constexpr,
+    REST: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    cell = n * groups + (first + c) // size
+    center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
+    scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
+    if WEIGHT:
+        scale *= tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+    shift = tl.zeros((BLOCK_C,), ACC)
+    if REST:
+        shift -= tl.load(rest + cell, mask=owned, other=0.0) * scale
+    if BIAS:
+        shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
+        values = (values - center[None, :]) * scale[None, :] + shift[None, :]
+        tl.store(out + place + tile, values.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def products(
+    grad,
+    x,
+    mean,
+    partials,
+    samples,
+    channels,
+    length,
+    chunk,
+    splits,
+    first,
+    size,
+    groups,
+    LAST: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of each chunk the sums of the gradient, and of its product with the deviations."""
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    center = tl.load(mean + n * groups + (first + c) // size, mask=owned, other=0.0).to(ACC)
+    sums = tl.zeros((BLOCK_S, BLOCK_C), ACC)
+    slopes = tl.zeros((BLOCK_S, BLOCK_C), ACC)
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
+        grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
+        sums += grads
+        slopes += grads * (values - center[None, :])
+    cells = samples * channels
+    place = tl.program_id(1) * cells + n * channels + c
+    tl.store(partials + place, tl.sum(sums, 0), mask=owned)
+    tl.store(partials + splits * cells + place, tl.sum(slopes, 0), mask=owned)
+
+
+@triton.jit
+def _products_of_group(
+    row,
+    partials,
+    weight,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    WEIGHT: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n, g = row // groups, row % groups
+    low = tl.maximum(g * size - first, 0)
+    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
+    cells = samples * channels
+    items = width * splits
+    grads = tl.zeros((BLOCK,), ACC)
+    slopes = tl.zeros((BLOCK,), ACC)
+    for at in range(0, items, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < items
+        c = low + i % width
+        place = i // width * cells + n * channels + c
+        one = tl.load(partials + place, mask=here, other=0.0)
+        two = tl.load(partials + splits * cells + place, mask=here, other=0.0)
+        if WEIGHT:
+            factor = tl.load(weight + c, mask=here, other=0.0).to(ACC)
+            one *= factor
+            two *= factor
+        grads += one
+        slopes += two
+    tl.store(sums + row, tl.sum(grads, 0))
+    tl.store(sums + samples * groups + row, tl.sum(slopes, 0))
+
+
+@triton.jit
+def _products_of_channels(
+    block,
+    partials,
+    rstd,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    ACC: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    every = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    c, g = every - first, every // size
+    owned = (c >= 0) & (c < channels)
+    items = samples * splits
+    grads = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    slopes = tl.zeros((BLOCK_I, BLOCK_C), ACC)
+    for at in range(0, items, BLOCK_I):
+        i = at + tl.arange(0, BLOCK_I)
+        here = (i < items)[:, None] & owned[None, :]
+        place = i[:, None] * channels + c[None, :]
+        spread = tl.load(rstd + (i % samples)[:, None] * groups + g[None, :], mask=here, other=0.0).to(ACC)
+        grads += tl.load(partials + place, mask=here, other=0.0)
+        slopes += tl.load(partials + items * channels + place, mask=here, other=0.0) * spread
+    whole = groups * size
+    sums += 2 * samples * groups
+    tl.store(sums + every, tl.sum(grads, 0), mask=every < whole)
+    tl.store(sums + whole + every, tl.sum(slopes, 0), mask=every < whole)
+
+
+@triton.jit
+def merge_products(
+    partials,
+    rstd,
+    weight,
+    sums,
+    samples,
+    channels,
+    splits,
+    first,
+    size,
+    groups,
+    WEIGHT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Of each sample and group the sums of both, with the weight; then of each channel, of all ranks, over the samples.
+
+    A program has a sample and a group, or a block of channels.
+    """
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    rows = samples * groups
+    id = tl.program_id(0)
+    if id < rows:
+        _products_of_group(id, partials, weight, sums, samples, channels, splits, first, size, groups, WEIGHT, ACC, BLOCK)
+    else:
+        _products_of_channels(
+            id - rows, partials, rstd, sums, samples, channels, splits, first, size, groups, ACC, BLOCK_I, BLOCK_C
+        )
+
+
+@triton.jit
+def input_gradient(
+    grad,
+    x,
+    out,
+    mean,
+    rstd,
+    weight,
+    sums,
+    members,
+    samples,
+    channels,
+    length,
+    chunk,
+    first,
+    size,
+    groups,
+    LAST: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    cell = n * groups + (first + c) // size
+    center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
+    scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
+    factor = -scale / tl.cast(members, ACC)
+    shift = tl.load(sums + cell, mask=owned, other=0.0) * factor
+    slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
+    if WEIGHT:
+        gain = tl.load(weight + c, mask=owned, other=0.0).to(ACC)
+        scale *= gain
+        if not WEIGHTED:
+            shift *= gain
+            slope *= gain
+    for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
+        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
+        grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
+        values = grads * scale[None, :] + ((values - center[None, :]) * slope[None, :] + shift[None, :])
+        tl.store(out + place + tile, values.to(out.dtype.element_ty), mask=here)
