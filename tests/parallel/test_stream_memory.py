@@ -15,7 +15,9 @@ from torch import nn
 
 import torchhalo
 from benchmarks import one_device_smoke
+from torchhalo.kernels import group_norm
 from torchhalo.parallel.streaming import execute, host, overlap, prepare, stream
+from torchhalo.torch_internals import recording
 
 
 class Late:
@@ -123,7 +125,7 @@ class Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.dropout2d(self.stem(x), 0.2)
+        x = F.dropout2d(self.stem(x), 0.2, self.training)
         for number, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
             y = layer(F.relu(norm(x), inplace=True))
             x = y.add_(x) if number % 2 else x + F.silu(y)
@@ -174,3 +176,29 @@ def test_on_a_gpu(cuda: str, name: str) -> None:
     row = dict(one_device_smoke.cases(cuda))[name]()
     # Inputs and outputs on the device, and what kernels take for themselves, come on top.
     assert row["tight peak MiB"] < row["tight planned MiB"] + row["on top MiB"]
+
+
+@pytest.mark.slow
+def test_kernels_that_torch_does_not_know_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group norm by Triton, here by its interpreter: written down as one op, and computed again where that is cheap."""
+    monkeypatch.setattr(group_norm, "usable", lambda tensor: recording.is_recording() or recording.is_fake(tensor))
+    for name, value in {"LAUNCH": 0.0, "RATE": 1e18, "FLOPS": 1e18}.items():
+        monkeypatch.setattr(overlap, name, value)
+    calls: list[prepare.Prepared] = []
+    searched = prepare.search
+
+    def within(*args: Any) -> prepare.Prepared:
+        free = searched(*args)
+        calls.append(free.within(free.resident + free.schedule.peak // 2))
+        return calls[-1]
+
+    monkeypatch.setattr(stream, "search", within)
+    torch.manual_seed(0)
+    plain, streamed = plain_and_streamed(Deep().eval(), shards=2)
+    x = torch.randn(1, 2, 12, 8, dtype=torch.float64, requires_grad=True)
+    assert_same(step(streamed, x), step(plain.eval(), x))
+    (found,) = calls
+    names = [str(each.op) for program in found.programs for each in program.instructions]
+    assert {"torchhalo::statistics", "torchhalo::merged", "torchhalo::products", "torchhalo::input_gradient"} <= set(names)
+    again = sum(name == "torchhalo::applied" for name in names)
+    assert again > sum(name == "torchhalo::statistics" for name in names), "passes that are computed again"
