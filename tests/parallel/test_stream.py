@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchhalo
-from benchmarks import one_device_smoke
 from models.streaming import result
 from models.zoo import ZOO
 from torchhalo.ops import randomness
-from torchhalo.parallel.streaming import overlap, prepare, schedule, stream
+from torchhalo.parallel.streaming import prepare, schedule
 from torchhalo.parallel.streaming.stream import size_of
 from torchhalo.tools.observe import Case, observe
 
@@ -165,56 +163,6 @@ def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(step(tight, x), expected)
     assert unlimited // 4 < max(peaks) <= budget - prepared[-1].resident
     assert prepared[-1].schedule.moved > prepared[0].schedule.moved
-
-
-class Late:
-    """A host whose copies are made as late as `wait` allows, and whose loads leave garbage until then."""
-
-    def __init__(self) -> None:
-        self.copies: dict[Any, torch.UntypedStorage] = {}
-        self.saving: dict[Any, Callable[[], None]] = {}
-        self.loading: dict[Any, Callable[[], None]] = {}
-
-    def save(self, key: Any, storage: torch.UntypedStorage) -> None:
-        copy = self.copies[key] = torch.UntypedStorage(storage.nbytes())
-        self.saving[key] = lambda: copy.copy_(storage)
-
-    def load(self, key: Any, storage: torch.UntypedStorage) -> bool:
-        if key not in self.copies:
-            return False
-        if key in self.saving:
-            self.saving.pop(key)()
-        storage.fill_(255)
-        copy = self.copies[key]
-        self.loading[key] = lambda: storage.copy_(copy)
-        return True
-
-    def wait(self, key: Any, reading: bool = False) -> None:
-        for pending in (self.loading,) if reading else (self.loading, self.saving):
-            if key in pending:
-                pending.pop(key)()
-
-    def forget(self, key: Any) -> None:
-        self.copies.pop(key, None)
-
-    def close(self) -> None:
-        self.copies.clear()
-
-
-@pytest.mark.slow
-def test_nothing_is_used_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that a device makes beside computation are awaited, and what they read is not changed or let go before."""
-    from torchhalo.parallel.streaming import execute
-
-    hosts: list[Late] = []
-    monkeypatch.setattr(execute, "host_for", lambda *args: hosts.append(Late()) or hosts[-1])
-    searched = prepare.search
-    monkeypatch.setattr(stream, "search", lambda *args: (found := searched(*args)).within(found.least))
-    torch.manual_seed(0)
-    x = torch.randn(1, 2, 32, 24, dtype=torch.float64, requires_grad=True)
-    plain, streamed = plain_and_streamed(Net(), shards=3)
-    assert_same(step(streamed, x), step(plain, x))
-    assert [each for each in hosts if not each.saving and not each.loading] == hosts
 
 
 @pytest.mark.slow
@@ -415,66 +363,3 @@ def test_autocast_is_that_of_the_call() -> None:
     expected = plain.mix.grad
     assert expected is not None and streamed.mix.grad is not None
     torch.testing.assert_close(streamed.mix.grad, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-
-
-class Deep(nn.Module):
-    """Blocks of norm, activation and convolution, in place as MONAI has them, with skips and a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 16, 3, padding=1)
-        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(4))
-        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.dropout2d(self.stem(x), 0.2)
-        for number, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
-            y = layer(F.relu(norm(x), inplace=True))
-            x = y.add_(x) if number % 2 else x + F.silu(y)
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_computed_again_is_the_same(dtype: torch.dtype) -> None:
-    """To the bit, with less on the host; and dropped numbers are not drawn anew."""
-    x = torch.randn(1, 2, 40, 24, dtype=torch.float64, requires_grad=True)
-    torch.manual_seed(0)
-    model = Deep().double()
-    found = []
-    for again in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if not again:
-                patch.setattr(prepare, "recomputing", lambda program: program)
-            calls: list[prepare.Prepared] = []
-            searched = prepare.search
-
-            def within(*args: Any) -> prepare.Prepared:
-                free = searched(*args)  # noqa: B023
-                calls.append(free.within(free.resident + free.schedule.peak // 3))  # noqa: B023
-                return calls[-1]  # noqa: B023
-
-            patch.setattr(stream, "search", within)
-            for name, value in {"LAUNCH": 0.0, "RATE": 1e18, "FLOPS": 1e18}.items():  # so small an image is not worth a launch
-                patch.setattr(overlap, name, value)
-            streamed = torchhalo.stream(copy.deepcopy(model), shards=3)
-            torch.manual_seed(5)
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float64):
-                found.append((step(streamed, x), calls[0]))
-    (kept, before), (computed, after) = found
-    assert after.programs is not after.traced and before.programs is before.traced
-    assert after.schedule.host < before.schedule.host and after.schedule.moved < before.schedule.moved
-    for name, value in kept.items():
-        assert torch.equal(computed[name], value), name
-    if dtype == torch.float64:
-        torch.manual_seed(5)
-        assert_same(computed, step(torchhalo.stream(copy.deepcopy(model), shards=1), x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, _ in one_device_smoke.cases("cuda")])
-def test_on_a_gpu(cuda: str, name: str) -> None:
-    """Models of the benchmark's smoke, in two calls each: the plain model's numbers, and memory as foretold."""
-    row = dict(one_device_smoke.cases(cuda))[name]()
-    # Inputs and outputs on the device, and what kernels take for themselves, come on top.
-    assert row["tight peak MiB"] < row["tight planned MiB"] + row["on top MiB"]

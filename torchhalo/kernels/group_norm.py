@@ -17,8 +17,9 @@ import torch
 
 from torchhalo.geometry import Span
 from torchhalo.kernels import triton
-from torchhalo.torch_internals import tracing
+from torchhalo.torch_internals import recording, tracing
 from torchhalo.torch_internals.constants import constant
+from torchhalo.torch_internals.recording import local_kernel
 
 aten = torch.ops.aten
 
@@ -87,10 +88,11 @@ class _Walk(NamedTuple):
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Whether the kernels here can run on a tensor."""
-    return tensor.is_cuda and tracing.is_plain(tensor) and triton.compiles()
+    """Whether the kernels here can run on a tensor, now or when what is recorded is replayed."""
+    return tensor.is_cuda and (tracing.is_plain(tensor) or recording.is_recording()) and triton.compiles()
 
 
+@local_kernel(like=lambda input, groups: input.new_empty((2, len(input), groups.groups), dtype=torch.float64))
 def statistics(input: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Of each sample and group of one rank's part the mean and the mean of squared deviations: ``[2, N, groups]`` in float64.
 
@@ -158,9 +160,10 @@ def normalize(
             out, mean, rstd = normalize(shard, statistics(shard, groups).unsqueeze(0), (1.0,), weight, bias, 1e-5, groups)
     """
     mean, rstd, rest = merged(parts, shares, eps, _wide(input))
-    return applied(input, mean, rstd, rest, weight, bias, groups, dtype), mean, rstd
+    return applied(input, mean, rstd, rest, weight, bias, groups, dtype=dtype), mean, rstd
 
 
+@local_kernel(like=lambda parts, shares, eps, dtype: parts.new_empty((3, *parts.shape[2:]), dtype=dtype))
 def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.dtype) -> torch.Tensor:
     """Of each sample and group the mean, one over the standard deviation, and what rounding to ``dtype`` takes from the mean.
 
@@ -178,6 +181,7 @@ def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.
     return few
 
 
+@local_kernel(like=lambda input, *args, dtype=None: torch.empty_like(input, dtype=dtype), simple=True)
 def applied(
     input: torch.Tensor,
     mean: torch.Tensor,
@@ -223,6 +227,11 @@ def applied(
     return out
 
 
+@local_kernel(
+    like=lambda grad, input, mean, rstd, weight, groups: input.new_empty(
+        2 * (len(input) + groups.size) * groups.groups, dtype=_wide(input)
+    )
+)
 def products(
     grad: torch.Tensor,
     input: torch.Tensor,
@@ -289,6 +298,7 @@ def products(
     return sums
 
 
+@local_kernel(like=lambda grad, input, *args, **kwargs: torch.empty_like(input))
 def input_gradient(
     grad: torch.Tensor,
     input: torch.Tensor,

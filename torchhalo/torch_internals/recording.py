@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class Instruction(NamedTuple):
         flops: Of matrix products and convolutions.
     """
 
-    op: Op
+    op: Op | LocalKernel
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[tuple[int, View], ...]
@@ -60,6 +61,53 @@ class Instruction(NamedTuple):
     draw: int | None
     module: str
     flops: int = 0
+
+
+class _Schema(NamedTuple):
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+class LocalKernel:
+    """A function of plain tensors that returns a new one, and that is written down as one op, though torch knows none.
+
+    Args:
+        function: Changes no argument.
+        like: From the same arguments to an empty result.
+        simple: Whether it costs little more than to read and write its tensors, and gives the same again.
+    """
+
+    namespace = "torchhalo"
+
+    def __init__(self, function: Callable[..., torch.Tensor], like: Callable[..., torch.Tensor], simple: bool = False):
+        update_wrapper(self, function)
+        self.function, self.like = function, like
+        self.tags = [torch.Tag.pointwise] if simple else []
+        self.overloadpacket = self
+        self._schema = _Schema(f"torchhalo::{function.__name__}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _recorders and any(isinstance(arg, torch.Tensor) and is_fake(arg) for arg in (*args, *kwargs.values())):
+            return _recorders[-1].call(self, args, kwargs)
+        return self.function(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return self._schema.name
+
+
+def local_kernel(
+    like: Callable[..., torch.Tensor], simple: bool = False
+) -> Callable[[Callable[..., torch.Tensor]], LocalKernel]:
+    """The decorator of a `LocalKernel`.
+
+    Example:
+        >>> @local_kernel(like=torch.empty_like)
+        ... def twice(tensor):
+        ...     return tensor * 2
+        >>> twice(torch.ones(2))
+        tensor([2., 2.])
+    """
+    return lambda function: LocalKernel(function, like, simple)
 
 
 _recorders: list[Recorder] = []
@@ -138,7 +186,16 @@ class Recorder(TorchDispatchMode):
             self._note(func, given, out, before, draw, flops)
         return out
 
-    def _note(self, op: Op, given: Any, out: Any, before: int, draw: int | None, flops: int) -> None:
+    def call(self, kernel: LocalKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Write down a call of a kernel that torch does not know."""
+        given = mapped(torch.Tensor, self.view, (args, kwargs))
+        before = len(self.sizes)
+        with _disable_current_modes():
+            out = kernel.like(*args, **kwargs)
+        self._note(kernel, given, out, before, None, 0)
+        return out
+
+    def _note(self, op: Any, given: Any, out: Any, before: int, draw: int | None, flops: int) -> None:
         results = [
             (place, view)
             for place, tensor in enumerate(out if isinstance(out, (tuple, list)) else (out,))
@@ -196,7 +253,7 @@ def _views(tree: Any) -> Iterator[View]:
         yield from _views(list(tree.values()))
 
 
-def _written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     found = []
     for place, arg in enumerate(op._schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
@@ -204,7 +261,7 @@ def _written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]
     return found
 
 
-def _group(op: Op, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+def _group(op: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
     """The ranks that take part in a collective; None for any other op."""
     if op.namespace not in ("_c10d_functional", "_dtensor"):
         return None
@@ -217,5 +274,6 @@ def mapped(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([mapped(kind, change, item) for item in tree])
+        items = [mapped(kind, change, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return {key: mapped(kind, change, item) for key, item in tree.items()} if isinstance(tree, dict) else tree

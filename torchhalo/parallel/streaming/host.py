@@ -165,7 +165,7 @@ class Pinned:
         blocks = self._copies[key]
         whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)  # type: ignore[call-overload]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        for event in {block.copied for block in blocks if block.copied is not None}:
+        for event in {id(block.copied): block.copied for block in blocks if block.copied is not None}.values():
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             at = 0

@@ -29,14 +29,15 @@ def quickest(
     sizes: Mapping[Any, int],
     budget: float = inf,
     given: Collection[Memory] = (),
+    reserves: Sequence[float] = RESERVES,
 ) -> Schedule:
-    """As `schedule.plan`, with copies beside computation; the quickest of a few by its estimated time.
+    """As `schedule.plan`, with copies beside computation; of some with different ``reserves`` the quickest, as estimated.
 
     Raises:
         BudgetError: A step alone needs more.
     """
     best: Schedule | None = None
-    for reserve in RESERVES:
+    for reserve in reserves:
         try:
             due = plan(shards, forward, sizes, budget * (1 - reserve), given)
         except BudgetError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from torchhalo.parallel.streaming.overlap import quickest
+from torchhalo.parallel.streaming.overlap import RESERVES, quickest
 from torchhalo.parallel.streaming.recompute import recomputing
 from torchhalo.parallel.streaming.schedule import BudgetError, Schedule
 from torchhalo.parallel.streaming.steps import Memory, Steps, all_steps, needed_instructions, workspace_bytes
@@ -58,6 +60,19 @@ class Prepared(NamedTuple):
 MOST_SHARDS = 1024
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would look again and again at millions of steps that stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def search(call: Call, shards: Sequence[int] | None, dims: Sequence[int] | None, budget: float) -> Prepared:
     """The call over ``shards``, or, if there are none given, over as few as the budget allows.
 
@@ -140,18 +155,18 @@ def _check_draws(programs: Sequence[Program]) -> None:
 def _fitted(traced: list[Program], budget: float) -> tuple[list[Program], list[Steps], Schedule]:
     """The programs within a budget: where memory has to wait on the host, they compute some of it again if that is quicker."""
     steps = all_steps(traced)
-    kept = traced, steps, _scheduled(traced, steps, budget)
-    if not kept[2].host:
-        return kept
+    schedule = _scheduled(traced, steps, budget, RESERVES[:1])
+    if not schedule.host:
+        return traced, steps, schedule
     programs = [recomputing(program) for program in traced]
-    if all(program is other for program, other in zip(programs, traced, strict=True)):
-        return kept
-    steps = all_steps(programs)
-    again = programs, steps, _scheduled(programs, steps, budget)
-    return min(kept, again, key=lambda fitted: fitted[2].seconds)
+    if any(program is not other for program, other in zip(programs, traced, strict=True)):
+        again = all_steps(programs)
+        if _scheduled(programs, again, budget, RESERVES[:1]).seconds < schedule.seconds:
+            return programs, again, _scheduled(programs, again, budget, RESERVES)
+    return traced, steps, _scheduled(traced, steps, budget, RESERVES)
 
 
-def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: float) -> Schedule:
+def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: float, reserves: Sequence[float]) -> Schedule:
     """What the device does with ``budget`` bytes beside what is resident."""
     sizes = {Memory(n, s): size for n, program in enumerate(programs) for s, size in enumerate(program.sizes)}
     given = {
@@ -160,7 +175,7 @@ def _scheduled(programs: Sequence[Program], steps: Sequence[Steps], budget: floa
         for piece in [*program.inputs.values(), *program.seeds.values()]
     }
     given |= {Memory(n, view.storage) for n, program in enumerate(programs) for view in program.model.values()}
-    return quickest([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given)
+    return quickest([each.steps for each in steps], [each.forward for each in steps], sizes, budget, given, reserves)
 
 
 def key_of(call: Call) -> object:
