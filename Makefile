@@ -8,11 +8,12 @@ PYTHON ?= python3
 OTHER := $(filter-out $(PINNED),$(TORCH))
 VENV := .venv$(if $(OTHER),-$(OTHER))
 BIN := $(VENV)/bin
+GPU_TESTS := $(addprefix tests/,exchange kernels ops parallel torch_internals)
 READY := $(VENV)/.ready
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick lint format demo models docs clean
+.PHONY: help setup test test-quick test-gpu lint format demo models docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -39,6 +40,10 @@ test: lint  ## format, lint and type checks, then all tests
 test-quick: $(READY)  ## the quick tests of every room, with a tenth of the random examples: for the edit loop
 	$(BIN)/ruff check
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --quick
+
+# Simulated ranks are on the GPU, and the processes of every file are ranks of NCCL that share it: docs/gpu_tests.md.
+test-gpu: $(READY)  ## all tests of ops and models on one GPU, also with several ranks of NCCL
+	TORCHHALO_TEST_DEVICE=cuda $(BIN)/python -m pytest --numprocesses 4 --dist worksteal $(GPU_TESTS)
 
 # Types are checked against the pinned torch alone: the annotations of its private API differ from release to release.
 lint: $(READY)  ## format, lint and type checks
