@@ -12,7 +12,7 @@ import torch
 from torchhalo.geometry import Span
 from torchhalo.kernels import group_norm
 from torchhalo.kernels.group_norm import Groups
-from torchhalo.torch_internals import recording, tracing
+from torchhalo.torch_internals import tracing
 from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
@@ -98,11 +98,8 @@ LARGE = 2**24
 
 
 def fused(input: torch.Tensor) -> bool:
-    """Whether the functions below serve ``input``; a compiler fuses simple ops itself. The same on every rank.
-
-    Not to be recorded: torch's kernel updates the running statistics without saying so in its schema.
-    """
-    return input.device.type in FUSED and not tracing.is_traced(input) and not recording.is_recording()
+    """Whether the functions below serve ``input``; a compiler fuses simple ops itself. The same on every rank."""
+    return input.device.type in FUSED and not tracing.is_traced(input)
 
 
 def fused_statistics(input: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor:
