@@ -58,7 +58,7 @@ ROWS: dict[str, Case] = {
     "decode-4096-7GiB": Case("decode", 4096, "7GiB", 16),
     "decode-8192-plain": Case("decode", 8192),
     "decode-8192-tiled": Case("decode", 8192, "tiled"),
-    "decode-8192-24GiB": Case("decode", 8192, "24GiB", 32),
+    "decode-8192-24GiB": Case("decode", 8192, "24GiB", 16),
     "decode-8192-8GiB": Case("decode", 8192, "8GiB", 32),
     "train-256-plain": Case("train", 256),
     "train-256-8GiB": Case("train", 256, "8GiB", 8),

@@ -15,7 +15,7 @@ from torch import nn
 
 import torchhalo
 from benchmarks import one_device_smoke
-from torchhalo.kernels import group_norm
+from torchhalo.kernels import group_norm, norms
 from torchhalo.parallel.streaming import execute, host, overlap, prepare, stream
 from torchhalo.torch_internals import recording
 
@@ -202,3 +202,12 @@ def test_kernels_that_torch_does_not_know_are_replayed(monkeypatch: pytest.Monke
     assert {"torchhalo::statistics", "torchhalo::merged", "torchhalo::products", "torchhalo::input_gradient"} <= set(names)
     again = sum(name == "torchhalo::applied" for name in names)
     assert again > sum(name == "torchhalo::statistics" for name in names), "passes that are computed again"
+
+
+def test_a_batch_norm_says_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU has kernels that update running statistics in secret, what is written down is made of other ops."""
+    monkeypatch.setattr(norms, "FUSED", {"cpu"})
+    torch.manual_seed(0)
+    plain, streamed = plain_and_streamed(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)).float(), shards=3)
+    x = torch.randn(1, 2, 12, 8, dtype=torch.float64, requires_grad=True)
+    assert_same(step(streamed, x), step(plain, x))
