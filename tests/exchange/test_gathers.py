@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, shard, simulated, whole, wire
+from harness import shard, simulated, whole, wire
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,24 +22,24 @@ def image(mesh: DeviceMesh, *placements: object) -> DTensor:
 def test_a_gather_warns_once_with_op_shape_and_bytes() -> None:
     with simulated(4):
         x = image(init_device_mesh(DEVICE, (4,)), Shard(2))
-        with pytest.warns(torchhalo.GatherWarning, match=r"aten.sort.*\(1, 2, 8, 6\) along dim 2: 288 bytes") as caught:
-            x.sort(2)
+        with pytest.warns(torchhalo.GatherWarning, match=r"aten.median.*\(1, 2, 8, 6\) along dim 2: 288 bytes") as caught:
+            x.median(2)
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            x.sort(2)
+            x.median(2)
 
 
 def test_strict_refuses_before_anything_is_sent() -> None:
     with simulated(4):
         x = image(init_device_mesh(DEVICE, (2, 2)), Shard(2), Shard(3))
-        with wire() as sent, pytest.raises(torchhalo.GatherError, match=r"aten.sort.*dim 2: 96 bytes"), torchhalo.strict():
-            x.sort(2)
+        with wire() as sent, pytest.raises(torchhalo.GatherError, match=r"aten.median.*dim 2: 96 bytes"), torchhalo.strict():
+            x.median(2)
         assert sent == []
         with torchhalo.strict(), pytest.raises(torchhalo.GatherError):
-            x.sort(3)
+            x.median(3)
         with pytest.warns(torchhalo.GatherWarning):
-            x.sort(3)
+            x.median(3)
 
 
 def test_strict_lets_through_what_stays_sharded_or_what_the_user_gathers() -> None:
@@ -49,8 +49,8 @@ def test_strict_lets_through_what_stays_sharded_or_what_the_user_gathers() -> No
         y = F.conv2d(x, shard(torch.randn(3, 2, 3, 3), mesh, [Shard(0)]), padding=1).relu()
         y.full_tensor()
         y.redistribute(mesh, [Replicate()])
-        x.sort(3)
-        image(mesh, Replicate()).sort(2)
+        x.median(3)
+        image(mesh, Replicate()).median(2)
 
 
 def test_strict_names_the_convolution_that_gathers_channels() -> None:
@@ -64,7 +64,7 @@ def test_strict_names_the_convolution_that_gathers_channels() -> None:
 
 def test_an_axis_of_one_rank_gathers_nothing() -> None:
     with simulated(2), torchhalo.strict():
-        image(init_device_mesh(DEVICE, (2, 1)), Replicate(), Shard(2)).sort(2)
+        image(init_device_mesh(DEVICE, (2, 1)), Replicate(), Shard(2)).median(2)
 
 
 def test_watch_lists_all_and_ends_with_its_block() -> None:
@@ -72,11 +72,11 @@ def test_watch_lists_all_and_ends_with_its_block() -> None:
         x = image(init_device_mesh(DEVICE, (2,)), Shard(2))
         found: list[gathers.Gather] = []
         with gathers.watch(found.append):
-            x.sort(2)
-            x.sort(2)
+            x.median(2)
+            x.median(2)
         assert [(g.shape, g.dims, g.bytes) for g in found] == [((1, 2, 8, 6), (2,), 192)] * 2
         with pytest.warns(torchhalo.GatherWarning):
-            x.sort(2)
+            x.median(2)
         assert len(found) == 2
 
 
@@ -85,7 +85,7 @@ def test_disable_takes_the_watch_away() -> None:
         x = image(init_device_mesh(DEVICE, (2,)), Shard(2))
         torchhalo.disable()
         with torchhalo.strict():
-            x.sort(2)
+            x.median(2)
 
 
 def test_out_variants_write_into_what_is_given() -> None:

@@ -170,6 +170,14 @@ def test_models_may_be_given_one_and_return_one(pool) -> None:
     pool(2).run(check_models)
 
 
+def test_explain_and_one_device_know_it_too() -> None:
+    x, model = torch.randn(1, 3, 16, 8), nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Writer())
+    assert "gathered                nothing" in str(torchhalo.explain(model, x, (2,)))
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(torchhalo.stream(copy.deepcopy(model), memory="1MB")(x), expected)
+
+
 def check_what_stays_plain() -> None:
     """Others know the elements, or there is another size, or a gradient: a gather, of which strict() tells."""
     mesh = mesh_and_permission((2,))

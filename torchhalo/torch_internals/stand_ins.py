@@ -76,7 +76,10 @@ def _values(argument: Any) -> Any:
 
 
 def replaceable(tensor: torch.Tensor) -> bool:
-    """Whether nothing but this object, such as a view, an array or autograd, knows the elements of a plain tensor."""
+    """Whether nothing but this object, such as a view, an array or autograd, knows the elements of a plain tensor.
+
+    All ranks find the same, as they run one program.
+    """
     if type(tensor) not in _KINDS or tensor.requires_grad or tensor._is_view() or weakref.getweakrefs(tensor):
         return False
     storage = tensor.untyped_storage()
