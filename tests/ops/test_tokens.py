@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
-from torchhalo.ops import attention_work, tokens_program
+from torchhalo.ops import attention_work
 from torchhalo.torch_internals.grid_shard import GridShard
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -196,27 +196,6 @@ def test_random_networks_of_tokens(data: st.DataObject) -> None:
         with maybe_disable_local_tensor_mode():
             x = torch.randn(shape, dtype=torch.float64, device=DEVICE)
         assert_parity(network(names), [x], devices, [[Shard(dim) for dim in dims]], atol=1e-9, long_strides=True)
-
-
-def test_a_step_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that shapes tell is looked up from the second step on; numbers that are equal and of other types are told apart."""
-    prepared: list[object] = []
-    make = tokens_program.Program.__init__
-
-    def count(self: tokens_program.Program, mesh: object, op: object, *rest: object) -> None:
-        prepared.append(op)
-        make(self, mesh, op, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tokens_program.Program, "__init__", count)
-    step = network([name for name in LOCAL if name != "written"])
-    with simulated(2):
-        x = shard(weight(2, 4, 5, 7), init_device_mesh(DEVICE, (2,)), [Shard(3)]).requires_grad_()
-        for run in range(2):
-            prepared.clear()
-            out = step(x)
-            out.backward(out.detach())
-            assert bool(prepared) == (run == 0), prepared
-    assert tokens_program.described([1, 2.0]) != tokens_program.described([1.0, 2]) != tokens_program.described([True, 2.0])
 
 
 def windows(x: torch.Tensor, size: int, shift: int) -> torch.Tensor:
