@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from harness import simulated
+from harness import DEVICE, simulated
 from pages import execute, snippet
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,7 +49,7 @@ class Rank:
         self._worlds = getattr(self, "_worlds", 0) + 1
         store = dist.FileStore(str(self._folder / f"store-{self._worlds}"), ranks)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=ranks, timeout=TIMEOUT)
-        return init_device_mesh("cpu", (ranks,))
+        return init_device_mesh(DEVICE, (ranks,))
 
     def case(self, name: str, work: Callable[[], object]) -> None:
         start, error = time.monotonic(), ""
@@ -291,7 +291,7 @@ def test_simulated_ranks_are_not_compared() -> None:
     debug.compare(True)
     try:
         with simulated(2):
-            mesh = init_device_mesh("cpu", (2,))
+            mesh = init_device_mesh(DEVICE, (2,))
             debug.agree("the input", {"shape": (1, 2)}, mesh)
             step(net(mesh), mesh)
     finally:

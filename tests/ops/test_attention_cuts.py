@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Sent, assert_parity, mesh_of, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import MASKS, mask_of
@@ -74,7 +74,7 @@ def test_random_attention(data: st.DataObject) -> None:
         choices: list[Placement] = [Shard(2), Replicate(), Partial(), *map(Shard, range(4))]
         placements = [[data.draw(st.sampled_from(choices)) for _ in mesh] for _ in range(3)]
     with simulated(math.prod(mesh)):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         with maybe_disable_local_tensor_mode():
             shapes = [(batch, heads * (1 + grouped), queries, size), (batch, heads, keys, size), (batch, heads, keys, width)]
             tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -92,7 +92,7 @@ def test_random_attention(data: st.DataObject) -> None:
 
 def sent(function: Function, shape: tuple[int, ...], ranks: int, training: bool = True) -> tuple[list[Sent], list[Sent]]:
     with simulated(ranks), torchhalo.strict(moves=True):
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh(DEVICE, (ranks,))
         q, k, v = (shard(torch.randn(shape), mesh, [Shard(2)]).requires_grad_(training) for _ in range(3))
         with wire() as forward:
             y = in_model(function)(q, k, v)
@@ -133,7 +133,7 @@ def test_without_gradients_keys_travel_if_that_is_no_more() -> None:
 def test_few_keys_travel() -> None:
     """To attend to a few keys moves fewer bytes than to share out many queries."""
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         q = shard(torch.randn(1, 2, 64, 4), mesh, [Shard(2)]).requires_grad_()
         k = shard(torch.randn(1, 2, 4, 4), mesh, [Shard(2)]).requires_grad_()
         with wire() as forward:
@@ -152,7 +152,7 @@ def test_grids_keep_their_order(mesh: tuple[int, ...], dims: tuple[int, ...], ki
     """Masks and causality mind which token is which: with heads cut all tokens are there, in order; nothing else moves."""
     placements = [Shard(dim) for dim in dims]
     with simulated(math.prod(mesh)), torchhalo.strict(moves=True):
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         with maybe_disable_local_tensor_mode():
             mask = mask_of(kind, 2, 4, 35, 35)
             if kind == "bool" and mask is not None:
@@ -172,7 +172,7 @@ def test_dropout_of_a_grid() -> None:
     for dims in ([Replicate()], [Shard(2)], [Shard(3)]):
         with simulated(2):
             torch.manual_seed(1)
-            mesh = init_device_mesh("cpu", (2,))
+            mesh = init_device_mesh(DEVICE, (2,))
             with maybe_disable_local_tensor_mode():
                 x = torch.sin(torch.arange(8 * 35.0, dtype=torch.float64)).view(1, 8, 5, 7)
             y = in_model(lambda x: over_image(x, 4, dropout_p=0.4))(shard(x, mesh, dims).requires_grad_())
@@ -195,7 +195,7 @@ def test_attention_across_a_grid(mesh: tuple[int, ...], dims: tuple[int, ...]) -
     """Three ranks cut twelve columns where four parts do not end: there the image is moved besides."""
     placements = [Shard(dim) for dim in dims]
     with simulated(math.prod(mesh)), torchhalo.strict():
-        devices = init_device_mesh("cpu", mesh)
+        devices = init_device_mesh(DEVICE, mesh)
         with maybe_disable_local_tensor_mode():
             tensors = [torch.randn(2, 8, 8 if mesh != (3,) else 12, 4), torch.randn(1, 2, 16, 16)]
             tensors = [t.double() for t in tensors]
@@ -263,7 +263,7 @@ def test_compiled(pool) -> None:
 
 def test_second_derivatives() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with maybe_disable_local_tensor_mode():
             x = torch.randn(1, 2, 6, 3, dtype=torch.float64)
 
@@ -276,7 +276,7 @@ def test_second_derivatives() -> None:
 
 def test_a_grid_stays_a_grid() -> None:
     with simulated(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         x = shard(torch.randn(1, 8, 4, 6), mesh, [Shard(3)])
         q = x.flatten(2).transpose(1, 2).unflatten(-1, (4, 2)).transpose(1, 2).requires_grad_()
         assert q.placements == in_model(attend)(q, q, q).placements == (GridShard(2, (4, 6), 1),)

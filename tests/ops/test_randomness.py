@@ -281,7 +281,7 @@ def test_real_processes(pool, way: str) -> None:
 def test_seeds_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one records they are the device's, which the graph draws anew at each replay, and nothing is awaited or sent."""
     with simulated(2), wire() as sent:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         randomness._draws.pop(mesh, None)
         op, device = torch.ops.aten.bernoulli_.float, torch.device("meta")
         monkeypatch.setattr(streams, "capturing", lambda device: True)
@@ -298,7 +298,7 @@ def test_no_cuda_no_graph() -> None:
     """Fake tensors may be on CUDA where torch has none, and raises when asked whether a graph records."""
     assert not streams.capturing(torch.device("cuda"))
     with fake_world(2, 0), torchhalo.enable():
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         with FakeTensorMode():
             x = DTensor.from_local(torch.ones(4, 3, device="cuda"), mesh, [Shard(1)], run_check=False)
             assert F.dropout(x, 0.5).shape == (4, 6)
