@@ -269,6 +269,10 @@ def _each(change: Callable[[torch.Tensor], torch.Tensor], argument: Any) -> Any:
     return argument
 
 
+#: Of what most arguments are.
+_NOT_PLAIN = {DTensor, bool, int, float, str, type(None), torch.dtype}
+
+
 def _any_plain(argument: Any) -> bool:
     if isinstance(argument, torch.Tensor):
         return not isinstance(argument, DTensor)
@@ -276,8 +280,8 @@ def _any_plain(argument: Any) -> bool:
         argument = argument.values()
     elif not isinstance(argument, (list, tuple)):
         return False
-    # An optimizer gives hundreds of DTensors in a list.
-    return any(type(each) is not DTensor and _any_plain(each) for each in argument)
+    # An optimizer gives hundreds of DTensors in a list, and each call of an op comes through here.
+    return any(type(each) not in _NOT_PLAIN and _any_plain(each) for each in argument)
 
 
 class _Replicate:
