@@ -108,7 +108,10 @@ def sides(case: Case, mesh: DeviceMesh, device: str, quick: bool, dtype: torch.d
     x = torch.randn(shape, device=device, dtype=dtype)
     if device == "cuda":
         format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-        plain, x = plain.to(memory_format=format), x.contiguous(memory_format=format)
+        x = x.contiguous(memory_format=format)
+        for parameter in plain.parameters():  # a video model has some of images too, which `plain.to` refuses
+            if parameter.ndim == x.ndim:
+                parameter.data = parameter.data.contiguous(memory_format=format)
     sharded = torchhalo.parallelize(copy.deepcopy(plain), mesh, dims=case.dim)
     shard = DTensor.from_local(x, mesh, [Shard(case.dim)], run_check=False)
 
