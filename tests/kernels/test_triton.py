@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,22 @@ def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
     with pytest.warns(UserWarning, match="Triton cannot compile here.*Failed to find C compiler"):
         assert not compiles()
+
+
+def test_the_probe_has_memory_where_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch on a fake tensor writes to no address: an illegal access, which ends all work on the device."""
+    empty, probed = torch.empty, []
+
+    class Probe:
+        def __getitem__(self, grid: object) -> Callable[[torch.Tensor], None]:
+            return probed.append
+
+    monkeypatch.setattr(triton, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "torchhalo.kernels.triton.probe", SimpleNamespace(probe=Probe()))
+    monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))
+    with FakeTensorMode():
+        assert triton.compiles.__wrapped__()
+    assert [type(tensor) for tensor in probed] == [torch.Tensor]
 
 
 @pytest.mark.slow

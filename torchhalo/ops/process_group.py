@@ -35,7 +35,10 @@ def collective(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             results.append((value, whole))
         return whole
 
-    _, work = op(plain(args[0], True), *(plain(value, False) for value in args[1:]), **kwargs)
+    (_, targets), *others = handlers.named(op, args, kwargs).items()
+    arguments = {name: plain(value, False) for name, value in others}
+    # Of one that is waited for at once NCCL returns no work, and what torch makes of that in Python ends the process.
+    _, work = op(plain(targets, True), **{**arguments, "async_op": True})
     if results:
         work.wait()
     for target, whole in results:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,8 @@ from torchhalo.torch_internals import caching
 from torchhalo.torch_internals.calls import Op
 from torchhalo.torch_internals.dtensors import Meta, Signature, meta
 from torchhalo.torch_internals.transforms import with_kernel_strides
+
+R = TypeVar("R")
 
 _results: dict[object, tuple[Meta | None, ...]] = {}
 
@@ -117,3 +119,9 @@ def _rules_from_decompositions() -> Iterator[None]:
         yield
     finally:
         rules.propagate_strategy = stock
+
+
+def without_fakes(function: Callable[[], R]) -> R:
+    """Call ``function`` outside of all modes, so that the tensors that it makes have memory."""
+    with _disable_current_modes():
+        return function()

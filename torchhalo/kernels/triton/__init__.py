@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
+from torchhalo.torch_internals import fake_tensors
+
 
 @lru_cache(maxsize=1)
 def compiles() -> bool:
@@ -19,7 +21,9 @@ def compiles() -> bool:
     if find_spec("triton") is None:
         return False
     try:
-        import_module("torchhalo.kernels.triton.probe").probe[1,](torch.empty(1, device="cuda"))
+        # Memory, also where the first to ask is on fake tensors: a kernel would write to an address that there is not.
+        memory = fake_tensors.without_fakes(lambda: torch.empty(1, device="cuda"))
+        import_module("torchhalo.kernels.triton.probe").probe[1,](memory)
     except Exception as error:
         warnings.warn(
             f"Triton cannot compile here: convolutions, norms and random draws will take more time and memory ({error})",
