@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import gathering  # noqa: F401, the rule of `median`
 import pytest
 import torch
 import torch.nn.functional as F

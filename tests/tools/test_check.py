@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import time
 
+import gathering  # noqa: F401, the rule of `median`
 import pytest
 import torch
 import torch.distributed as dist

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gathering  # noqa: F401, the rule of `median`
 import pytest
 import torch
 from harness import mesh_of
