@@ -219,3 +219,17 @@ def check_what_stays_plain() -> None:
 @pytest.mark.filterwarnings("ignore::torchhalo.GatherWarning")
 def test_what_others_know_stays_plain(pool) -> None:
     pool(2).run(check_what_stays_plain)
+
+
+def check_a_view_on_one_rank() -> None:
+    mesh = mesh_and_permission((3,))
+    plain = torch.zeros(2, 3, 12, 7)
+    kept = plain[0] if torch.distributed.get_rank() == 1 else None
+    with pytest.raises(RuntimeError, match=r"the ranks are not in step.*of shards to a plain tensor of shape \(2, 3, 12, 7\)"):
+        plain.copy_(distribute_tensor(torch.ones(2, 3, 12, 7), mesh, [Shard(2)]))
+    assert kept is None or not kept.any()
+
+
+def test_a_view_on_one_rank_is_an_error_on_all(pool) -> None:
+    """Else that rank would gather, and the others would not come."""
+    pool(3).run(check_a_view_on_one_rank)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torchhalo.exchange import debug
 from torchhalo.parallel.structures import tensors_in
 from torchhalo.torch_internals import (
+    caching,
     collectives,
     dtensors,
     overrides,
@@ -163,7 +164,7 @@ def _mix(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(written, torch.Tensor) or isinstance(written, DTensor):
         args, kwargs = _each(_Replicate(_name(func), mesh, shares), (args, kwargs))
         return overrides.call(func, args, kwargs)
-    placements = None if torch.compiler.is_compiling() else _taken(written, (args, kwargs), mesh)
+    placements = None if torch.compiler.is_compiling() else _taken(_name(func), written, (args, kwargs), mesh)
     if placements is None:
         args, kwargs = _each(lambda tensor: _whole(tensor, _name(func)), (args, kwargs))
         return func(*args, **kwargs)
@@ -178,13 +179,13 @@ def _mix(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return sharded
 
 
-def _taken(written: torch.Tensor, arguments: Any, mesh: DeviceMesh) -> list[Placement] | None:
+def _taken(name: str, written: torch.Tensor, arguments: Any, mesh: DeviceMesh) -> list[Placement] | None:
     """How a plain tensor is sharded by what is written to it: along dims of their size; None if it must stay plain.
 
     A larger one, such as an image that is put together from tiles, stays plain.
     """
     tensors = tensors_in(arguments)
-    if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or not stand_ins.replaceable(written):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for tensor in tensors:
@@ -201,7 +202,25 @@ def _taken(written: torch.Tensor, arguments: Any, mesh: DeviceMesh) -> list[Plac
             if not dims:
                 return None
             placements[axis] = Shard(dims[0])
-    return placements if any(p != Replicate() for p in placements) else None
+    if all(p == Replicate() for p in placements):
+        return None
+    alone = stand_ins.replaceable(written)
+    if tracing.has_values(written):
+        caching.cached_on_mesh(mesh, _Agreed, name, tuple(written.shape), tuple(placements)).once(alone)
+    return placements if alone else None
+
+
+class _Agreed:
+    """A kind of write, of which the ranks compare the first one: who else knows a tensor depends on what each has run."""
+
+    def __init__(self, mesh: DeviceMesh, name: str, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
+        self._mesh, self._what, self._done = mesh, f"{name} of shards to a plain tensor of shape {shape}", False
+
+    def once(self, alone: bool) -> None:
+        """Raise the same error on every rank if only some of them have a view, or an array, of the tensor."""
+        if not self._done:
+            debug.agree(self._what, {"known by nobody else": alone}, self._mesh)
+            self._done = True
 
 
 def _whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
