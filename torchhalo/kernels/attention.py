@@ -28,7 +28,9 @@ def merged(before: State, part: State) -> State:
     (out, sums, seen), (other, other_sums, others) = before, part
     weight, total = torch.sigmoid(other_sums - sums), torch.logaddexp(sums, other_sums)
     if not seen.numel():
-        return out.lerp_(other.to(out.dtype), weight.unsqueeze(-1)), total, seen
+        weight = weight.unsqueeze(-1)
+        # Not a `lerp_`, which wants the other output in the dtype of sums: a copy of twice its size.
+        return out.mul_(1 - weight).addcmul_(other, weight), total, seen
     # A mask so low that it swallows the scores also swallows the logarithm of the number of keys.
     tied = (sums == other_sums) & (sums < -1 / torch.finfo(sums.dtype).eps)
     weight = torch.where(tied, others / (seen + others), weight)
