@@ -75,7 +75,9 @@ def statistics(
     split = tl.program_id(1)
     tl.store(partials + split * cells + place, center, mask=owned)
     tl.store(partials + (splits + split) * cells + place, squares, mask=owned)
-    tl.store(partials + 2 * splits * cells + place, origin, mask=owned & (split == 0))
+    # A number, as Triton's interpreter makes no mask of a boolean for all and one for each.
+    firsts = tl.where(split == 0, channels, 0)
+    tl.store(partials + 2 * splits * cells + place, origin, mask=owned & (c < firsts))
 
 
 @triton.jit
