@@ -386,3 +386,25 @@ def check_collectives() -> None:
 
 def test_collectives(pool) -> None:
     pool(2).run(check_collectives)
+
+
+@pytest.mark.parametrize("size", [(5, 4), (3, 7), (1, 5), (6, 4)])
+@pytest.mark.parametrize("way", ["gathered", "ring", "heads", "written out"])
+def test_attention_whatever_axis_cuts_which_dim(way: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first axis may cut the width, so that owners of tokens are not in the order of ranks; shards are uneven."""
+    monkeypatch.setattr(attention_work, "RING_BYTES", -1 if way == "ring" else 1 << 40)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        if way == "written out":
+            found = (tokens @ (tokens @ w).mT).softmax(-1) @ tokens
+        else:
+            heads = 2 if way == "heads" else 1
+            q, k, v = ((tokens @ w * f).unflatten(-1, (heads, -1)).transpose(1, 2) for f in (1.0, 0.5, 2.0))
+            found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (tokens + found).transpose(1, 2).unflatten(2, size)
+
+    for placements in ([Shard(3), Shard(2)], [Shard(2), Shard(3)]):
+        with simulated(6):
+            mesh = init_device_mesh(DEVICE, (2, 3))
+            assert_parity(function, [weight(2, 4, *size), weight(4, 4)], mesh, [placements, [Replicate()] * 2], 1e-11)

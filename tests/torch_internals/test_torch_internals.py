@@ -143,3 +143,16 @@ def test_a_world_knows_nothing_of_those_before() -> None:
     for rank, members in ((0, (0, 2)), (3, (1, 3))):
         with simulated(4) if rank == 0 else simulation.fake_world(4, rank):
             assert process_groups.submesh_members(init_device_mesh(DEVICE, (2, 2)), [0]) == members
+
+
+def test_collectives_know_axes_in_any_order() -> None:
+    """What is gathered comes in row-major order of the axes as they are given; a sum of rows goes back likewise."""
+    with simulated(6):
+        mesh = init_device_mesh(DEVICE, (2, 3))
+        ranks = torch.arange(6, device=DEVICE)
+        own = dtensors.local(distribute_tensor(ranks, mesh, [Shard(0), Shard(0)]))
+        for axes, expected in (((0, 1), ranks), ((1, 0), ranks.view(2, 3).t().flatten())):
+            found = collectives.all_gather(own, mesh, axes)
+            assert all(torch.equal(each.flatten(), expected) for each in found._local_tensors.values())
+            back = collectives.reduce_scatter(found, mesh, axes)
+            assert all(each.item() == 6 * rank for rank, each in back._local_tensors.items())

@@ -91,7 +91,8 @@ def _submesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], 
     with _disable_current_modes():
         ranks = mesh.mesh
         own = (ranks == process_rank()).nonzero()[0].tolist()
-        submesh = ranks[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))].flatten().tolist()
+        others = ranks[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))]
+        submesh = others.permute([sorted(axes).index(axis) for axis in axes]).flatten().tolist()
     members = sorted(submesh)
     position = {rank: place for place, rank in enumerate(members)}
     return tuple(members), tuple(position[rank] for rank in submesh)
