@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 # Before anything imports torch: the workers share the cores, and threads that wait for each other would take them from all.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -65,14 +66,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="no tests that are marked slow, and a tenth of each random test's examples"
     )
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="the tests in another order, to find what one leaves to the next"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The slow ones first, so that no worker is left alone with one at the end."""
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     others = [item for item in items if item.get_closest_marker("slow") is None]
+    seed = config.getoption("--shuffle")
     if not config.getoption("--quick"):
         items[:] = slow + others
+        if seed is not None:
+            random.Random(seed).shuffle(items)
         return
     items[:] = others
     config.hook.pytest_deselected(items=slow)
