@@ -75,13 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The slow ones first, so that no worker is left alone with one at the end."""
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     others = [item for item in items if item.get_closest_marker("slow") is None]
-    seed = config.getoption("--shuffle")
-    if not config.getoption("--quick"):
-        items[:] = slow + others
-        if seed is not None:
-            random.Random(seed).shuffle(items)
+    quick, seed = config.getoption("--quick"), config.getoption("--shuffle")
+    items[:] = others if quick else slow + others
+    if seed is not None:
+        random.Random(seed).shuffle(items)
+    if not quick:
         return
-    items[:] = others
     config.hook.pytest_deselected(items=slow)
     for item in others:
         function = getattr(item, "obj", None)
