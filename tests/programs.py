@@ -60,6 +60,8 @@ def _serve(program: Path, arguments: list[str], folder: Path, rank: int, ranks: 
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_RUN_ID="programs",
+        NCCL_HOSTID=str(rank),  # so NCCL takes ranks that share a GPU for those of several hosts
+        NCCL_SOCKET_IFNAME="lo",
     )
     for descriptor, name in ((1, "out"), (2, "err")):
         with open(folder / f"{rank}.{name}", "w") as file:

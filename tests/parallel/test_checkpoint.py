@@ -274,6 +274,7 @@ def test_a_save_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path) -
 
 KILLED = """
 import os, signal, torchhalo
+os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}  # ranks that may share a GPU
 attempt, rank, save = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), torchhalo.Checkpoints.save
 
 def saved(self, step, *args, **kwargs):
@@ -289,14 +290,14 @@ open(f"start-{attempt}-{rank}", "w").write(str(torchhalo.Checkpoints("checkpoint
 def run_block(code: str, folder: str) -> None:
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     code = code.replace('"checkpoints"', repr(folder)).replace("torch.distributed.destroy_process_group()", "")
-    execute(code, {})
+    execute(code, {}, DEVICE)
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_checkpoint(pool, tmp_path: Path) -> None:
     """A run of which a rank is killed in the middle of a save ends with the bits of one that was not."""
     code = snippet("training", "Checkpoints and restarts")
-    (tmp_path / "train.py").write_text(KILLED + code.replace('"cuda"', '"cpu"'))
+    (tmp_path / "train.py").write_text(KILLED + code.replace('"cuda"', repr(DEVICE)))
     # With all restarts of the page: a process of gloo sometimes aborts when it ends, long after its work is done.
     run = start(snippet("training", "Checkpoints and restarts", "bash"), tmp_path, {"4": "2"})
     pool(2).run(run_block, code, str(tmp_path / "whole"))
