@@ -38,7 +38,8 @@ class Case(NamedTuple):
     Attributes:
         kind: "decode" or "train".
         size: Of a side of the image or volume.
-        memory: A budget, or the word "tiled"; without one the model is as it is.
+        memory: A budget, or a word: "tiled", or "float32" for the same parameters in it, by which one sees what plain's own
+            rounding comes to. Without one the model is as it is.
         shards: With a budget.
     """
 
@@ -54,6 +55,7 @@ class Case(NamedTuple):
 
 ROWS: dict[str, Case] = {
     "decode-4096-plain": Case("decode", 4096),
+    "decode-4096-float32": Case("decode", 4096, "float32"),
     "decode-4096-tiled": Case("decode", 4096, "tiled"),
     "decode-4096-7GiB": Case("decode", 4096, "7GiB", 16),
     "decode-8192-plain": Case("decode", 8192),
@@ -116,6 +118,8 @@ class Bench:
             vae.enable_tiling()
             vae.tile_sample_min_size = 32 if self.quick else 512  # as Stable Diffusion's configuration has it
             vae.tile_latent_min_size = vae.tile_sample_min_size // scale
+        elif row.memory == "float32":
+            vae, latent = vae.float(), latent.float()
         elif row.memory is not None:
             torchhalo.stream(vae, memory=row.memory, shards=row.shards, progress=False)
 
@@ -161,9 +165,11 @@ class Bench:
             loss = float((found["loss"] - expected["loss"]).abs() / expected["loss"].abs())
             return {"loss differs": loss, "gradient differs": float((given - wanted).norm() / wanted.norm())}
         error = differences(found["image"], expected["image"])
+        largest = {"differs": float(error.max()), "largest": float(expected["image"].abs().max())}
+        if row.memory == "float32":
+            return largest
         torch.save(error, self.kept / f"{row.of}-{'tiled' if row.memory == 'tiled' else 'streamed'}.error.pt")
-        drawn = draw(self.kept, row.of)
-        return {"differs": float(error.max()), "largest": float(expected["image"].abs().max()), "picture": drawn}
+        return {**largest, "picture": draw(self.kept, row.of)}
 
     def settle(self) -> None:
         self.wait()
@@ -191,7 +197,7 @@ class WithLoss(nn.Module):
 
 
 def streamed(row: Case) -> bool:
-    return row.memory not in (None, "tiled")
+    return row.memory not in (None, "tiled", "float32")
 
 
 class watched_planning:

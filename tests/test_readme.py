@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -44,9 +45,9 @@ def printed_under_torchrun(code: str, folder: Path) -> list[str]:
     return [text for path, text in logs.items() if path.name == "stdout.log"]
 
 
-def test_examples_run_on_two_processes(tmp_path: Path) -> None:
-    model, tensors = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(model.splitlines()) <= 18 and len(tensors.splitlines()) <= 15
+def test_examples_run_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, stream, tensors = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(model.splitlines()) <= 18 and len(stream.splitlines()) <= 12 and len(tensors.splitlines()) <= 15
     shown = printed(tensors, tmp_path / "tensors")
     assert len(shown) == 2
     for text in shown:
@@ -54,6 +55,9 @@ def test_examples_run_on_two_processes(tmp_path: Path) -> None:
         assert shapes == "(1, 4, 249, 125) of (1, 4, 249, 250)"
         # float32, where one process and a shard may take kernels that sum in another order
         assert float(difference) <= 1e-5
+    names: dict[str, Any] = {}
+    exec(stream, names)
+    assert float(capsys.readouterr().out) <= 1e-5
     one, other = printed_under_torchrun(model, tmp_path / "model")
     losses = [float(line.split()[-1]) for line in one.splitlines()]
     assert one == other and len(losses) == 3 and losses[0] > losses[1] > losses[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,3 +80,25 @@ def test_the_choice_follows_torchs_own(monkeypatch: pytest.MonkeyPatch, channels
         assert not local_convolution._slow(x, w, call)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not local_convolution._slow(x, w, call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(3,), (10, 3), (3, 10), (6, 5, 3)])
+def test_thin_outputs_of_half_types(sizes: tuple[int, ...], transposed: bool, dtype: torch.dtype) -> None:
+    """On CPUs with AMX torch 2.11 gives garbage for them."""
+    for width, (kernel, stride) in product((1, 2, 3), [(2, 2), (3, 2), (2, 3)]):
+        shape = [width if transposed else kernel + width - 1 if size == 3 else size for size in sizes]
+        x, w, b = torch.randn(2, 3, *shape), torch.randn(3, 3, *[kernel] * len(sizes)), torch.randn(3)
+        x, w, b = (tensor.to("cpu", dtype) for tensor in (x, w, b))
+        call = [stride] * len(sizes), [0] * len(sizes), [1] * len(sizes), transposed, [0] * len(sizes), 1
+        found = local_convolution.forward(x, w, b, call)
+        expected = aten.convolution(x.double(), w.double(), b.double(), *call)
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=unit, atol=4 * unit * float(expected.abs().max()))
+        grad = torch.randn(expected.shape, device="cpu").to(dtype)
+        got = local_convolution.backward(grad, x, w, [3], call, [True, True, True])
+        wanted = aten.convolution_backward(grad.double(), x.double(), w.double(), [3], *call, [True, True, True])
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours.double(), theirs, rtol=unit, atol=8 * unit * float(theirs.abs().max()))
