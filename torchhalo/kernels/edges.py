@@ -59,7 +59,7 @@ class Edge(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+    """How a tensor lies in memory, as the kernels see it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,6 +67,10 @@ class Layout(NamedTuple):
     def turned(self) -> Layout:
         """With the first two dims the other way round."""
         return Layout(*(each[1::-1] + each[2:] for each in self))
+
+
+#: Shape and strides of each tensor of a launch.
+Layouts = tuple[tuple[torch.Size, tuple[int, ...]], ...]
 
 
 class Halo(NamedTuple):
@@ -106,17 +110,18 @@ def write_strips(
             write_strips(out, shard, Halo(shard, row), weight, None, edge)
     """
     tensors = out, halo.before, shard, halo.after, weight
-    kernel, grid, rest = _strips(edge, tuple(map(_layout, tensors)), bias is not None, out.dtype == torch.float64, _precision())
+    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
+    kernel, grid, rest = _strips(edge, layouts, bias is not None, out.dtype == torch.float64, _precision())
     # The kernel knows the strides of all but the bias.
     launch(kernel, grid, (*tensors, out if bias is None else bias.contiguous()), rest)
 
 
 @lru_cache(maxsize=4096)
-def _strips(edge: Edge, layouts: tuple[Layout, ...], bias: bool, wide: bool, precision: str) -> tuple[Any, ...]:
+def _strips(edge: Edge, layouts: Layouts, bias: bool, wide: bool, precision: str) -> tuple[Any, ...]:
     """The kernel of strips, its grid, and its arguments but for the tensors."""
     first, last = edge.strips[0], edge.strips[-1]
     rows = sum(strip.size for strip in edge.strips)
-    into, before, held, after, filters = (_seen(layout, edge.dim) for layout in layouts)
+    into, before, held, after, filters = (_seen(*layout, edge.dim) for layout in layouts)
     batch, targets, _, width, length = into.shape
     sources, lines = held.shape[1], batch * rows * width
     channels: tuple[int, ...]
@@ -163,7 +168,8 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
             add_pairs(grad_weight, input, halo, edge)
     """
     tensors, wide = (input, *halo), input.dtype == torch.float64
-    kernel, grid, rest, into, sums = _pairs(edge, tuple(map(_layout, (grad_weight, *tensors))), wide, _precision())
+    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in (grad_weight, *tensors)])
+    kernel, grid, rest, into, sums = _pairs(edge, layouts, wide, _precision())
     found = grad_weight if sums is None else input.new_empty(sums, dtype=torch.float64 if wide else torch.float32)
     launch(kernel, grid, (found, *tensors), rest)
     if sums is not None:
@@ -171,9 +177,9 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
 
 
 @lru_cache(maxsize=4096)
-def _pairs(edge: Edge, layouts: tuple[Layout, ...], wide: bool, precision: str) -> tuple[Any, ...]:
+def _pairs(edge: Edge, layouts: Layouts, wide: bool, precision: str) -> tuple[Any, ...]:
     """As `_strips`; then how the gradient of the weight is seen, and the shape of sums that are to be added to it, if any."""
-    into, own, before, after = (_seen(layout, edge.dim) for layout in layouts)
+    into, own, before, after = (_seen(*layout, edge.dim) for layout in layouts)
     batch, sources, _, width, length = (before if edge.before.size else after).shape
     targets, taps = own.shape[1], prod(into.shape[2:])
     lines = batch * width
@@ -233,15 +239,11 @@ def _kernels(kind: str) -> Any:
     return import_module(f"torchhalo.kernels.triton.{kind}")
 
 
-def _layout(tensor: torch.Tensor) -> Layout:
-    return Layout(tuple(tensor.shape), tensor.stride())
-
-
-def _seen(layout: Layout, dim: int) -> Layout:
+def _seen(shape: Sequence[int], stride: Sequence[int], dim: int) -> Layout:
     """As (batch, channels, cut dim, others), with five dims."""
-    others = [other for other in range(2, len(layout.shape)) if other != dim]
-    order, more = (0, 1, dim, *others), (1,) * (5 - len(layout.shape))
-    sizes, steps = (tuple(each[at] for at in order) for each in layout)
+    others = [other for other in range(2, len(shape)) if other != dim]
+    order, more = (0, 1, dim, *others), (1,) * (5 - len(shape))
+    sizes, steps = (tuple(each[at] for at in order) for each in (shape, stride))
     return Layout(sizes[:3] + more + sizes[3:], steps[:3] + more + steps[3:])
 
 

@@ -16,7 +16,8 @@ import torch
 #: How many ways to launch are kept; then all are let go.
 MOST = 8192
 
-_known: dict[object, Callable[..., None] | None] = {}
+#: With the kernel itself, so that no other takes its place in memory: its own hash is that of its source.
+_known: dict[object, tuple[Callable[..., None] | None, object]] = {}
 
 
 def launch(
@@ -43,8 +44,8 @@ def launch(
     with nullcontext() if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device):
         addresses = [tensor.data_ptr() for tensor in tensors]
         kinds = [tensor.dtype for tensor in tensors], [address % 16 == 0 for address in addresses]
-        key = kernel, device, grid, rest, *options.items(), *kinds[0], *kinds[1]
-        run = _known.get(key)
+        key = id(kernel), device, grid, rest, *options.items(), *kinds[0], *kinds[1]
+        run, _ = _known.get(key, (None, None))
         if run is not None:
             run(*addresses, *free, *rest)
             return
@@ -52,7 +53,7 @@ def launch(
         if key not in _known:
             if len(_known) >= MOST:
                 _known.clear()
-            _known[key] = _runner(compiled, grid)
+            _known[key] = _runner(compiled, grid), kernel
 
 
 def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None] | None:
