@@ -159,7 +159,9 @@ def middle_rank(device: str, ranks: int = 4) -> Iterator[DeviceMesh]:
     def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
         return tensor.unsqueeze(0).expand(ranks, *tensor.shape)
 
-    def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum") -> torch.Tensor:
+    def all_reduce(
+        tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], reduction: str = "sum", in_place: bool = False
+    ) -> torch.Tensor:
         return tensor
 
     given: dict[str, Callable[..., torch.Tensor]] = {

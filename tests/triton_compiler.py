@@ -6,7 +6,6 @@ kernels, with tensors of the CPU, so that they are compiled for just the argumen
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import torch
 
 from torchhalo.geometry import Box, Span, Window
 from torchhalo.kernels import draws, edges, group_norm, random_numbers
+from torchhalo.kernels.triton import launches
 
 LAST, USUAL = torch.channels_last, torch.contiguous_format
 
@@ -79,7 +79,7 @@ def compile_all() -> None:
         return run(self, *args, **{**kwargs, "warmup": True})
 
     triton.runtime.driver.set_active(NoDriver())
-    with mock.patch.object(triton.JITFunction, "run", compiled), mock.patch.object(torch.cuda, "device_of", nullcontext):
+    with mock.patch.object(triton.JITFunction, "run", compiled), mock.patch.object(launches, "_runner"):
         with mock.patch.object(draws, "usable", lambda tensor: True):
             for dtype, format in ((torch.bfloat16, LAST), (torch.float32, USUAL), (torch.float64, USUAL), (torch.bool, LAST)):
                 of_draws(dtype, format)

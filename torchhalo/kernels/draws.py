@@ -17,6 +17,7 @@ import torch
 
 from torchhalo.geometry import Box, Span
 from torchhalo.kernels import random_numbers, triton
+from torchhalo.kernels.triton.launches import launch
 from torchhalo.torch_internals import tracing
 from torchhalo.torch_internals.constants import constant
 
@@ -65,7 +66,7 @@ def fill(out: torch.Tensor, draw: Draw, part: Part, *parameters: Any) -> None:
         elif kind == "uniform":
             numbers = numbers[0], numbers[1] - numbers[0]
         digits = random_numbers.digits_of(out.dtype)
-        _launch("draw", (out,), part, threshold, *map(_bits, numbers), KIND=kind, DIGITS=digits)
+        _launch("draw", (out,), part, threshold, *map(_bits, numbers), options=(kind, digits))
 
 
 def dropout(input: torch.Tensor, p: float, part: Part, strides: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,31 +122,22 @@ def _writable(out: torch.Tensor) -> bool:
     return out.dtype in DTYPES and usable(out) and 0 not in out.stride() and not out.is_neg()
 
 
-def _launch(kernel: str, tensors: Sequence[torch.Tensor], part: Part, *parameters: Any, **options: Any) -> None:
+def _launch(kernel: str, tensors: Sequence[torch.Tensor], part: Part, *parameters: int, options: tuple[Any, ...] = ()) -> None:
     out = tensors[0]
     start, sizes, steps, strides = _walk(part.box, part.shape, tuple(tensor.stride() for tensor in tensors))
     cols = min(BLOCK, 1 << (sizes[-1] - 1).bit_length())
     rows, count = BLOCK // cols, prod(sizes[:-1])
     # One kernel for both: a CUDA graph, whose seeds are the device's, could not load another while it records.
     seed, drawn = (0, part.seed.to(out.device)) if part.seed.is_cuda else (int(part.seed), constant(0, out, torch.int64))
-    with torch.cuda.device_of(out):
-        getattr(_kernels(), kernel)[-(-count // rows) * -(-sizes[-1] // cols),](
-            *tensors,
-            seed,
-            drawn,
-            start,
-            count,
-            sizes,
-            steps,
-            strides if len(tensors) > 1 else strides[0],
-            *parameters,
-            **options,
-            NDIM=len(sizes),
-            ROWS=rows,
-            COLS=cols,
-            LARGE=out.numel() >= 2**31,
-            enable_fp_fusion=False,  # a product and a sum are rounded one after the other, as on a CPU
-        )
+    along = strides if len(tensors) > 1 else strides[0]
+    launch(
+        getattr(_kernels(), kernel),
+        (-(-count // rows) * -(-sizes[-1] // cols),),
+        (*tensors, drawn),
+        (start, count, sizes, steps, along, *options, len(sizes), rows, cols, out.numel() >= 2**31),
+        (seed, *parameters),
+        enable_fp_fusion=False,  # a product and a sum are rounded one after the other, as on a CPU
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ others, the last of which is walked in blocks, together with the channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from math import prod
@@ -20,6 +20,7 @@ import torch
 
 from torchhalo.geometry import Span, Window
 from torchhalo.kernels import triton
+from torchhalo.kernels.triton.launches import launch
 from torchhalo.torch_internals import tracing
 
 #: What a program of a depthwise convolution works on at once: so many elements that lie one behind another in memory, and so
@@ -57,6 +58,21 @@ class Edge(NamedTuple):
     strips: tuple[Span, ...]
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as the kernels see it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def turned(self) -> Layout:
+        """With the first two dims the other way round."""
+        return Layout(*(each[1::-1] + each[2:] for each in self))
+
+
+#: Shape and strides of each tensor of a launch.
+Layouts = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+
+
 class Halo(NamedTuple):
     """What was received, of the source's shape but along the cut dim; any tensor where that is nothing."""
 
@@ -68,12 +84,12 @@ def usable(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernels here can run on a tensor; Triton multiplies no matrices of float64 on every GPU."""
     if not (tensor.is_cuda and tracing.is_plain(tensor) and tensor.dtype == weight.dtype):
         return False
-    return (tensor.dtype != torch.float64 or _one_filter(weight, tensor.shape[1])) and triton.compiles()
+    return (tensor.dtype != torch.float64 or _one_filter(weight.shape, tensor.shape[1])) and triton.compiles()
 
 
-def _one_filter(weight: torch.Tensor, *channels: int) -> bool:
+def _one_filter(weight: Sequence[int], *channels: int) -> bool:
     """Whether the convolution is a depthwise one: of so many channels each has one filter of its own."""
-    return weight.shape[1] == 1 and all(count == weight.shape[0] for count in channels)
+    return weight[1] == 1 and all(count == weight[0] for count in channels)
 
 
 def write_strips(
@@ -93,45 +109,51 @@ def write_strips(
             edge = Edge(2, windows, False, Span(0, 8), Span(0, 0), Span(8, 9), Span(0, 8), (Span(7, 8),))
             write_strips(out, shard, Halo(shard, row), weight, None, edge)
     """
+    tensors = out, halo.before, shard, halo.after, weight
+    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
+    kernel, grid, rest = _strips(edge, layouts, bias is not None, out.dtype == torch.float64, _precision())
+    # The kernel knows the strides of all but the bias.
+    launch(kernel, grid, (*tensors, out if bias is None else bias.contiguous()), rest)
+
+
+@lru_cache(maxsize=4096)
+def _strips(edge: Edge, layouts: Layouts, bias: bool, wide: bool, precision: str) -> tuple[Any, ...]:
+    """The kernel of strips, its grid, and its arguments but for the tensors."""
     first, last = edge.strips[0], edge.strips[-1]
     rows = sum(strip.size for strip in edge.strips)
-    into, before, held, after, filters = (_seen(tensor, edge.dim) for tensor in (out, halo.before, shard, halo.after, weight))
+    into, before, held, after, filters = (_seen(*layout, edge.dim) for layout in layouts)
     batch, targets, _, width, length = into.shape
     sources, lines = held.shape[1], batch * rows * width
-    wide = out.dtype == torch.float64
     channels: tuple[int, ...]
     options: tuple[Any, ...]
     blocks: tuple[int, ...]
-    if _one_filter(weight, sources, targets):
+    if _one_filter(filters.shape, sources, targets):
         blocks = _block(length, targets, held, STRIP)
         kernel, channels, options = _kernels("depthwise").strips, (targets,), (wide, *blocks)
         grid = lines, _count(length, blocks[0]), _count(targets, blocks[1])
     else:
-        filters = filters if edge.mirrored else filters.transpose(0, 1)
+        filters = filters if edge.mirrored else filters.turned()
         blocks = _blocks(length, sources, targets, lambda e, s, t: lines * _count(length, e) * _count(targets, t))
-        kernel, channels, options = _kernels("dense").strips, (sources, targets), (wide, _precision(), *blocks)
+        kernel, channels, options = _kernels("dense").strips, (sources, targets), (wide, precision, *blocks)
         grid = lines, _count(length, blocks[0]), _count(targets, blocks[2])
-    with torch.cuda.device_of(out):
-        kernel[grid](
-            into,
-            before,
-            held,
-            after,
-            filters,
-            out if bias is None else bias.contiguous(),  # the kernel knows the strides of all others
-            into.stride(),
-            (before.stride(), held.stride(), after.stride()),
-            filters.stride(),
+    return (
+        kernel,
+        grid,
+        (
+            into.stride,
+            (before.stride, held.stride, after.stride),
+            filters.stride,
             (first.start, first.size, last.start, rows),
             edge.own.start,
             (edge.before.start, *edge.held[:2], edge.after.stop),
             (*channels, width, length, *held.shape[3:]),
-            tuple(filters.shape[2:]),
+            filters.shape[2:],
             _parameters(edge),
             edge.mirrored,
-            bias is not None,
+            bias,
             *options,
-        )
+        ),
+    )
 
 
 def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: Edge) -> None:
@@ -145,50 +167,58 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
 
             add_pairs(grad_weight, input, halo, edge)
     """
-    into, own, before, after = (_seen(tensor, edge.dim) for tensor in (grad_weight, input, *halo))
+    tensors, wide = (input, *halo), input.dtype == torch.float64
+    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in (grad_weight, *tensors)])
+    kernel, grid, rest, into, sums = _pairs(edge, layouts, wide, _precision())
+    found = grad_weight if sums is None else input.new_empty(sums, dtype=torch.float64 if wide else torch.float32)
+    launch(kernel, grid, (found, *tensors), rest)
+    if sums is not None:
+        grad_weight.as_strided(*into).add_(found.sum(0))
+
+
+@lru_cache(maxsize=4096)
+def _pairs(edge: Edge, layouts: Layouts, wide: bool, precision: str) -> tuple[Any, ...]:
+    """As `_strips`; then how the gradient of the weight is seen, and the shape of sums that are to be added to it, if any."""
+    into, own, before, after = (_seen(*layout, edge.dim) for layout in layouts)
     batch, sources, _, width, length = (before if edge.before.size else after).shape
     targets, taps = own.shape[1], prod(into.shape[2:])
-    wide = input.dtype == torch.float64
-    lines, dtype = batch * width, torch.float64 if wide else torch.float32
+    lines = batch * width
+    sums: tuple[int, ...] | None
     channels: tuple[int, ...]
+    strides: tuple[Any, ...]
     options: tuple[Any, ...]
-    if _one_filter(grad_weight, sources, targets):
+    if _one_filter(into.shape, sources, targets):
         block_e, block_c = _block(length, targets, own, PAIRS)
         items = lines * _count(length, block_e)
-        sums = input.new_empty((min(SPLITS, items), targets, 1, *into.shape[2:]), dtype=dtype)
-        kernel, channels, grid = _kernels("depthwise").pairs, (targets,), (_count(targets, block_c), taps, len(sums))
-        given, options = (sums,), (wide, block_e, block_c)
+        splits = min(SPLITS, items)
+        sums = splits, targets, 1, *into.shape[2:]
+        kernel, channels, grid = _kernels("depthwise").pairs, (targets,), (_count(targets, block_c), taps, splits)
+        strides, options = (), (wide, block_e, block_c)
     else:
-        into = into if edge.mirrored else into.transpose(0, 1)
+        into = into if edge.mirrored else into.turned()
         block_e, block_s, block_t = _blocks(length, sources, targets, lambda e, s, t: PROGRAMS)
         items = lines * _count(length, block_e)
         programs = _count(sources, block_s) * _count(targets, block_t)
         # Of the taps those of one row or so meet an edge.
         splits = max(1, min(PROGRAMS * into.shape[2] // (programs * taps), items // 4))
-        sums = into if splits == 1 else input.new_empty((splits, *into.shape), dtype=dtype)
+        sums = None if splits == 1 else (splits, *into.shape)
         kernel, channels, grid = _kernels("dense").pairs, (sources, targets), (programs, taps, splits)
-        given, options = (sums,), (splits == 1, wide, _precision(), block_e, block_s, block_t)
-    strides = () if len(channels) == 1 else (into.stride() if sums is into else sums.stride()[1:],)
-    with torch.cuda.device_of(input):
-        kernel[grid](
-            *given,
-            own,
-            before,
-            after,
-            *strides,
-            own.stride(),
-            (before.stride(), after.stride()),
-            edge.own[:2],
-            (edge.before[:2], edge.after[:2]),
-            items,
-            (*channels, width, length, *own.shape[3:]),
-            tuple(into.shape[2:]),
-            _parameters(edge),
-            not edge.mirrored,
-            *options,
-        )
-    if sums is not into:
-        into.add_(sums.sum(0))
+        strides = (into.stride if sums is None else tuple(prod(into.shape[dim + 1 :]) for dim in range(5)),)
+        options = splits == 1, wide, precision, block_e, block_s, block_t
+    rest = (
+        *strides,
+        own.stride,
+        (before.stride, after.stride),
+        edge.own[:2],
+        (edge.before[:2], edge.after[:2]),
+        items,
+        (*channels, width, length, *own.shape[3:]),
+        into.shape[2:],
+        _parameters(edge),
+        not edge.mirrored,
+        *options,
+    )
+    return kernel, grid, rest, into, sums
 
 
 def _blocks(length: int, sources: int, targets: int, programs: Callable[[int, int, int], int]) -> tuple[int, int, int]:
@@ -209,10 +239,12 @@ def _kernels(kind: str) -> Any:
     return import_module(f"torchhalo.kernels.triton.{kind}")
 
 
-def _seen(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def _seen(shape: Sequence[int], stride: Sequence[int], dim: int) -> Layout:
     """As (batch, channels, cut dim, others), with five dims."""
-    tensor = tensor.movedim(dim, 2)
-    return tensor[(slice(None),) * 3 + (None,) * (5 - tensor.ndim)]
+    others = [other for other in range(2, len(shape)) if other != dim]
+    order, more = (0, 1, dim, *others), (1,) * (5 - len(shape))
+    sizes, steps = (tuple(each[at] for at in order) for each in (shape, stride))
+    return Layout(sizes[:3] + more + sizes[3:], steps[:3] + more + steps[3:])
 
 
 @lru_cache(maxsize=1024)
@@ -224,9 +256,9 @@ def _parameters(edge: Edge) -> tuple[int, ...]:
     return tuple(number for window in windows for number in (window.stride, window.before, window.dilation))
 
 
-def _block(length: int, channels: int, tensor: torch.Tensor, most: tuple[int, int]) -> tuple[int, int]:
+def _block(length: int, channels: int, layout: Layout, most: tuple[int, int]) -> tuple[int, int]:
     """What a program takes of the last dim and of the channels, in powers of two."""
-    along, across = most if tensor.stride(4) < tensor.stride(1) else most[::-1]
+    along, across = most if layout.stride[4] < layout.stride[1] else most[::-1]
     return min(along, _power(length)), min(across, _power(channels))
 
 

@@ -17,6 +17,7 @@ import torch
 
 from torchhalo.geometry import Span
 from torchhalo.kernels import triton
+from torchhalo.kernels.triton.launches import launch
 from torchhalo.torch_internals import recording, tracing
 from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.recording import local_kernel
@@ -110,29 +111,11 @@ def statistics(input: torch.Tensor, groups: Groups) -> torch.Tensor:
     walk = _walk(input)
     samples, channels, _ = walk.sizes
     partials = input.new_empty((2 * walk.splits + 1) * samples * channels, dtype=_wide(input))
-    kernels = _kernels()
-    with torch.cuda.device_of(input):
-        kernels.statistics[walk.grid](
-            input,
-            partials,
-            *walk.sizes,
-            walk.chunk,
-            walk.splits,
-            walk.last,
-            _is_wide(input),
-            *walk.blocks,
-            STAGES,
-            num_warps=_warps(walk.blocks),
-        )
-        kernels.merge_chunks[samples * groups.groups,](
-            partials,
-            parts,
-            *walk.sizes,
-            walk.chunk,
-            walk.splits,
-            *_numbers(groups),
-            min(MERGED, _power(walk.splits * groups.size)),
-        )
+    kernels, over = _kernels(), (*walk.sizes, walk.chunk, walk.splits)
+    options = walk.last, _is_wide(input), *walk.blocks, STAGES
+    launch(kernels.statistics, walk.grid, (input, partials), (*over, *options), num_warps=_warps(walk.blocks))
+    block = min(MERGED, _power(walk.splits * groups.size))
+    launch(kernels.merge_chunks, (samples * groups.groups,), (partials, parts), (*over, *_numbers(groups), block))
     return parts
 
 
@@ -176,8 +159,8 @@ def merged(parts: torch.Tensor, shares: Sequence[Any], eps: float, dtype: torch.
     few = parts.new_empty((3, *cells), dtype=dtype)
     if few.numel():
         known, programs = constant(shares, parts), -(-few[0].numel() // CELLS)
-        with torch.cuda.device_of(parts):
-            _kernels().merge_ranks[programs,](parts, known, few, ranks, *cells, eps, known.ndim > 1, CELLS, num_warps=4)
+        rest = ranks, *cells, eps, known.ndim > 1, CELLS
+        launch(_kernels().merge_ranks, (programs,), (parts, known, few), rest, num_warps=4)
     return few
 
 
@@ -203,27 +186,18 @@ def applied(
     if not input.numel():
         return out
     walk = _walk(input)
-    with torch.cuda.device_of(input):
-        _kernels().normalize[walk.grid](
-            input,
-            out,
-            mean,
-            rstd,
-            mean if rest is None else rest,
-            input if weight is None else weight.contiguous(),
-            input if bias is None else bias.contiguous(),
-            *walk.sizes,
-            walk.chunk,
-            *_numbers(groups),
-            walk.last,
-            rest is not None,
-            weight is not None,
-            bias is not None,
-            _is_wide(input),
-            *walk.blocks,
-            STAGES,
-            num_warps=_warps(walk.blocks),
-        )
+    tensors = (
+        input,
+        out,
+        mean,
+        rstd,
+        mean if rest is None else rest,
+        input if weight is None else weight.contiguous(),
+        input if bias is None else bias.contiguous(),
+    )
+    given = rest is not None, weight is not None, bias is not None
+    numbers = *walk.sizes, walk.chunk, *_numbers(groups), walk.last, *given, _is_wide(input), *walk.blocks, STAGES
+    launch(_kernels().normalize, walk.grid, tensors, numbers, num_warps=_warps(walk.blocks))
     return out
 
 
@@ -264,37 +238,16 @@ def products(
     partials = input.new_empty(2 * walk.splits * samples * channels, dtype=sums.dtype)
     kernels, wide, mean, rstd = _kernels(), _is_wide(input), mean.contiguous(), rstd.contiguous()
     across = min(16, _power(every))
-    with torch.cuda.device_of(input):
-        kernels.products[walk.grid](
-            grad,
-            input,
-            mean,
-            partials,
-            *walk.sizes,
-            walk.chunk,
-            walk.splits,
-            *_numbers(groups),
-            walk.last,
-            wide,
-            *walk.blocks,
-            STAGES,
-            num_warps=_warps(walk.blocks),
-        )
-        kernels.merge_products[rows + -(-every // across),](
-            partials,
-            rstd,
-            input if weight is None else weight.contiguous(),
-            sums,
-            samples,
-            channels,
-            walk.splits,
-            *_numbers(groups),
-            weight is not None,
-            wide,
-            min(MERGED, _power(walk.splits * groups.size)),
-            min(max(1, MERGED // across), _power(walk.splits * samples)),
-            across,
-        )
+    rest = *walk.sizes, walk.chunk, walk.splits, *_numbers(groups), walk.last, wide, *walk.blocks, STAGES
+    launch(kernels.products, walk.grid, (grad, input, mean, partials), rest, num_warps=_warps(walk.blocks))
+    tensors = partials, rstd, input if weight is None else weight.contiguous(), sums
+    blocks = (
+        min(MERGED, _power(walk.splits * groups.size)),
+        min(max(1, MERGED // across), _power(walk.splits * samples)),
+        across,
+    )
+    numbers = samples, channels, walk.splits, *_numbers(groups)
+    launch(kernels.merge_products, (rows + -(-every // across),), tensors, (*numbers, weight is not None, wide, *blocks))
     return sums
 
 
@@ -326,27 +279,11 @@ def input_gradient(
     if not input.numel():
         return out
     walk = _walk(input)
-    with torch.cuda.device_of(input):
-        _kernels().input_gradient[walk.grid](
-            grad,
-            input,
-            out,
-            mean.contiguous(),
-            rstd.contiguous(),
-            input if weight is None else weight.contiguous(),
-            sums,
-            members,
-            *walk.sizes,
-            walk.chunk,
-            *_numbers(groups),
-            walk.last,
-            weight is not None,
-            weighted,
-            _is_wide(input),
-            *walk.blocks,
-            STAGES,
-            num_warps=_warps(walk.blocks),
-        )
+    given = input if weight is None else weight.contiguous()
+    tensors = grad, input, out, mean.contiguous(), rstd.contiguous(), given, sums
+    options = walk.last, weight is not None, weighted, _is_wide(input), *walk.blocks, STAGES
+    rest = members, *walk.sizes, walk.chunk, *_numbers(groups), *options
+    launch(_kernels().input_gradient, walk.grid, tensors, rest, num_warps=_warps(walk.blocks))
     return out
 
 

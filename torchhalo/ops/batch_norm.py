@@ -29,7 +29,7 @@ from torchhalo.ops.statistics import deviations, merged, products, wide
 from torchhalo.torch_internals import caching, collectives, dtensors, fake_tensors, handlers, redistribution, simulation
 from torchhalo.torch_internals.constants import constant
 from torchhalo.torch_internals.redistribution import local_as
-from torchhalo.torch_internals.tracing import depend_if_empty
+from torchhalo.torch_internals.tracing import depend_if_empty, is_traced
 
 aten = torch.ops.aten
 
@@ -176,9 +176,13 @@ def _train(
         rstd, shift = (variance + eps).rsqrt(), center - mean
         scale = rstd if weight is None else rstd * per_channel(weight, program.ndim)
         shift = shift * scale if bias is None else torch.addcmul(per_channel(bias, program.ndim), shift, scale)
-        few = torch.stack([mean, rstd, variance * program.unbiased, scale, shift]).to(dtype)
-        out = affine(rest, few[3], few[4], in_place=True).to(program.results[0].dtype)
-        return depend_if_empty(out, parts), *few[:3].flatten(1).unbind()
+        few = [mean, rstd, variance * program.unbiased, scale, shift]
+        if is_traced(rest):
+            mean, rstd, variance, scale, shift = (each.to(dtype) for each in few)
+        else:  # one launch
+            mean, rstd, variance, scale, shift = torch.stack(few).to(dtype).unbind()
+        out = affine(rest, scale, shift, in_place=True).to(program.results[0].dtype)
+        return depend_if_empty(out, parts), mean.flatten(), rstd.flatten(), variance.flatten()
 
     rest, center, parts = simulation.per_rank(deviations, dtensors.local(input), over.dims)
     return simulation.per_rank(finish, over.gather(parts), rest, center, weight, bias)

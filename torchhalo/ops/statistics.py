@@ -84,7 +84,7 @@ def merged(parts: torch.Tensor, counts: tuple[Any, ...]) -> tuple[torch.Tensor, 
     share = constant(shares(counts), parts)
 
     def average(values: torch.Tensor) -> torch.Tensor:
-        if share.ndim == 1:  # one launch
+        if share.ndim == 1 and not tracing.is_traced(values):  # one launch; a compiler fuses no product of matrices
             return (share @ values.reshape(len(counts), -1)).view(values.shape[1:])
         return (values * share.view(len(counts), *[1] * (values.ndim - 2), -1)).sum(0)
 

@@ -1,6 +1,7 @@
 """Triton kernels, and whether they can run here.
 
-Each file is imported only by the file of the same name in ``kernels``, when a GPU or the interpreter needs it.
+Each file is imported only by the file of the same name in ``kernels``, when a GPU or the interpreter needs it. `launches`
+needs no Triton: it launches what it is given.
 """
 
 from __future__ import annotations
