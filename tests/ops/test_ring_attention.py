@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import cuda_kernels
@@ -23,10 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchhalo
 from benchmarks.common import peak_memory
-from torchhalo.ops import attention_work
+from torchhalo.ops import attention_formula, attention_work
 from torchhalo.torch_internals import dtensors, simulation
 
-attend = F.scaled_dot_product_attention
+#: What `parallelize` calls for `F.scaled_dot_product_attention`, but for the choice of what to cut.
+attend = attention_formula.dot_product
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
@@ -37,10 +41,20 @@ def in_ring() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@contextmanager
+def without_kernels(on: bool) -> Iterator[None]:
+    """Inside, torch has no fused kernel for any attention."""
+    with contextlib.ExitStack() as stack:
+        for module in (attention_formula, attention_work) if on else ():
+            stack.enter_context(mock.patch.object(module, "has_kernel", lambda *_: False))
+        yield
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_attention(data: st.DataObject) -> None:
     """Any number of queries and keys, so that shards are uneven or empty, any mask, on one or two sharded dims."""
+    written_out = data.draw(st.booleans())
     mesh = data.draw(st.sampled_from(MESHES))
     batch, heads, size = (data.draw(st.integers(1, 2)) for _ in range(3))
     keys = data.draw(st.integers(1, 13))
@@ -53,7 +67,7 @@ def test_random_attention(data: st.DataObject) -> None:
         placements = data.draw(
             st.sampled_from([placements, [[Shard(1), Shard(2)]] * 3, [tokens, *[[Shard(2), Replicate()]] * 2]])
         )
-    with simulated(math.prod(mesh)):
+    with simulated(math.prod(mesh)), without_kernels(written_out):
         devices = init_device_mesh(DEVICE, mesh)
         with maybe_disable_local_tensor_mode():
             shapes = [(batch, heads * (1 + grouped), queries, size), *[(batch, heads, keys, size)] * 2]
@@ -65,9 +79,31 @@ def test_random_attention(data: st.DataObject) -> None:
 
         # of a bool mask some rows hide all keys of a block, and some all keys there are
         needs_grad = [True, True, True, False]
-        result = assert_parity(function, [*tensors, mask], devices, [*placements, [Replicate()] * len(mesh)], 1e-11, needs_grad)
+        given = [*placements, [Replicate()] * len(mesh)]
+        # what torch writes out is contiguous, other than what its kernel of the CPU makes of the plain tensors
+        any_strides = [None] * 5 if written_out and DEVICE == "cpu" else None
+        result = assert_parity(function, [*tensors, mask], devices, given, 1e-11, needs_grad, any_strides)
         if placements[0] == tokens:  # heads that share a key are made whole where they would be on two ranks
             assert list(result.placements) == tokens
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 4), (2, 3, 7, 4)], ids=["3 dims", "4 dims"])
+def test_where_torch_makes_a_plain_mask(shape: tuple[int, ...]) -> None:
+    """Torch writes out what has no heads, or dropout on a CPU: a causal mask that it then makes is no DTensor."""
+    x = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+    dim = len(shape) - 2
+    with simulated(3), torchhalo.strict(), torchhalo.plain_as_replicated():
+        mesh = init_device_mesh(DEVICE, (3,))
+        causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        assert_parity(causal, x, mesh, [[Shard(dim)]] * 3, 1e-11)
+        sharded = [shard(t, mesh, [Shard(dim)]).requires_grad_() for t in x]
+        out = causal(*sharded, dropout_p=0.5)
+        out.sum().backward()
+        ours = [out, *(t.grad for t in sharded)]
+        assert all(t.placements == (Shard(dim),) and not whole(t).isnan().any() for t in ours)
+        first = whole(out).narrow(dim, 0, 1)  # sees itself alone: doubled, or dropped
+        value = x[2].narrow(dim, 0, 1)
+        assert torch.equal(first, torch.where(first == 0, 0.0, 2 * value))
 
 
 def fused(op: torch._ops.OpOverload, causal: bool) -> Callable[..., torch.Tensor]:
