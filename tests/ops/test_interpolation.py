@@ -178,8 +178,14 @@ def test_bytes(mode: str) -> None:
         mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x = torch.randint(0, 256, (1, 3, 8, 10), dtype=torch.uint8)
-            expected = F.interpolate(x, scale_factor=2, mode=mode)
         sharded = shard(x, mesh, [Shard(3)])
+        if mode == "bilinear" and DEVICE != "cpu":  # CUDA has no kernel for them
+            for t in (x, sharded):
+                with pytest.raises(NotImplementedError):
+                    F.interpolate(t, scale_factor=2, mode=mode)
+            return
+        with maybe_disable_local_tensor_mode():
+            expected = F.interpolate(x, scale_factor=2, mode=mode)
         assert torch.equal(whole(F.interpolate(sharded, scale_factor=2, mode=mode)), expected)
         if mode == "bilinear":
             with pytest.raises(NotImplementedError, match="convert it to a floating dtype"):
