@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from torchhalo.geometry import Span
-from torchhalo.ops.interpolation import KINDS, Taps
+from torchhalo.ops.interpolation import KINDS
+from torchhalo.ops.taps import Taps, counting
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -77,9 +79,13 @@ def test_taps_are_plain_torchs(kind, dtype: torch.dtype) -> None:
         for corners in [False] if kind.nearest else [False, True]:
             want = matrix(kind.op, kind.mode, inputs, outputs, scale, corners, dtype).double()
             ndim = int(next(c for c in kind.op.name() if c.isdigit()))
-            plain = ndim == 2 and outputs + 1 <= 128  # torch has another kernel for large outputs
+            plain = DEVICE != "cpu" or (ndim == 2 and outputs + 1 <= 128)  # a CPU has another kernel for large outputs
             single = dtype == torch.float32 or (kind.nearest and plain)
-            taps = Taps(inputs, outputs, kind.mode, corners, scale, single, plain)
+            sizes = [1] * (ndim - 1)
+            counted = counting(
+                kind.mode, [*sizes, inputs], [*sizes, outputs], [*[None] * (ndim - 1), scale], plain, DEVICE == "cpu"
+            )[-1]
+            taps = Taps(inputs, outputs, kind.mode, corners, counted, single, plain)
             got = torch.zeros_like(want)
             for reads, weights in taps.table(Span(0, outputs)):
                 got[reads, range(outputs)] += torch.tensor(weights, dtype=torch.float64)
@@ -87,6 +93,21 @@ def test_taps_are_plain_torchs(kind, dtype: torch.dtype) -> None:
             # its builds round twice
             atol = 0 if kind.nearest else 1e-12 if dtype == torch.float64 else 2e-6 + inputs * 2**-23
             torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=f"{inputs, outputs, scale, corners}")
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("factors", [(1.004, 1.3), (1.3, 1.004), (2.0, 1.004), (1.004, 1.004)], ids=str)
+def test_a_size_that_stays_while_the_scale_factor_says_otherwise(mode: str, factors: tuple[float, float]) -> None:
+    """Whether the factor counts then depends on the device and, on CUDA, on the other size."""
+    with simulated(2):
+        mesh = init_device_mesh(DEVICE, (2,))
+        for dim in (2, 3):
+            x = torch.randn(1, 2, 6, 5, dtype=torch.float64)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a default that changed
+                assert_parity(
+                    lambda x: F.interpolate(x, scale_factor=factors, mode=mode), [x], mesh, [[Shard(dim)]], atol=1e-12
+                )
 
 
 def test_whole_ratios() -> None:
