@@ -98,16 +98,19 @@ def test_taps_are_plain_torchs(kind, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 @pytest.mark.parametrize("factors", [(1.004, 1.3), (1.3, 1.004), (2.0, 1.004), (1.004, 1.004)], ids=str)
 def test_a_size_that_stays_while_the_scale_factor_says_otherwise(mode: str, factors: tuple[float, float]) -> None:
-    """Whether the factor counts then depends on the device and, on CUDA, on the other size."""
+    """Whether the factor counts then depends on the device and, on CUDA, on the other size.
+
+    Some of torch's gradients go by the sizes where its forward heeds the factor, or the other way round.
+    """
+    wrong = mode == "bicubic" and factors[0] == factors[1] if DEVICE == "cpu" else mode.startswith("nearest")
     with simulated(2):
         mesh = init_device_mesh(DEVICE, (2,))
         for dim in (2, 3):
             x = torch.randn(1, 2, 6, 5, dtype=torch.float64)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a default that changed
-                assert_parity(
-                    lambda x: F.interpolate(x, scale_factor=factors, mode=mode), [x], mesh, [[Shard(dim)]], atol=1e-12
-                )
+                resize = partial(F.interpolate, scale_factor=factors, mode=mode)
+                assert_parity(resize, [x], mesh, [[Shard(dim)]], atol=1e-12, needs_grad=[not wrong])
 
 
 def test_whole_ratios() -> None:
