@@ -106,6 +106,19 @@ def test_where_torch_makes_a_plain_mask(shape: tuple[int, ...]) -> None:
         assert torch.equal(first, torch.where(first == 0, 0.0, 2 * value))
 
 
+@pytest.mark.parametrize("written_out", [False, True])
+def test_autocast(written_out: bool) -> None:
+    with simulated(2), without_kernels(written_out), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        mesh = init_device_mesh(DEVICE, (2,))
+        x = [torch.randn(1, 2, 6, 8) for _ in range(3)]
+        sharded = [shard(t, mesh, [Shard(2)]).requires_grad_() for t in x]
+        out, expected = attend(*sharded), F.scaled_dot_product_attention(*x)
+        assert out.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(whole(out), expected, rtol=0, atol=2**-6)
+        out.float().sum().backward()
+        assert all(t.grad.dtype == torch.float32 for t in sharded)
+
+
 def fused(op: torch._ops.OpOverload, causal: bool) -> Callable[..., torch.Tensor]:
     """``op`` for sharded tensors; plain attention for plain ones."""
 

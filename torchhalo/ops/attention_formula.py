@@ -34,6 +34,8 @@ def dot_product(
         mask = attn_mask.unsqueeze(1) if isinstance(attn_mask, torch.Tensor) and attn_mask.ndim == 3 else attn_mask
         query, key, value = (t.unsqueeze(1) for t in tensors)
         return dot_product(query, key, value, mask, dropout_p, is_causal, **rest).squeeze(1)
+    query, key, value, attn_mask = map(_autocast, (*tensors, attn_mask))
+    tensors = (query, key, value)
     if not _lacks_kernel(*tensors, attn_mask, dropout_p, is_causal):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
     given = [t for t in (*tensors, attn_mask) if t is not None]
@@ -41,6 +43,14 @@ def dot_product(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
     sums = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return _OP(query, key, value, attn_mask, sums, dropout_p, is_causal, scale=rest.get("scale"))[0]
+
+
+def _autocast(tensor: Any) -> Any:
+    """As autocast has the tensors of attention."""
+    if not isinstance(tensor, DTensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
 
 def _lacks_kernel(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool) -> bool:
