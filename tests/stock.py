@@ -36,7 +36,7 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
 class Model(nn.Module):
     """Two convolutions, the second without bias, a buffer and a frozen parameter."""
 
-    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, device: str = DEVICE, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1, device=device, dtype=dtype)
         self.second = nn.Conv2d(8, 4, 3, stride=2, padding=1, bias=False, device=device, dtype=dtype)

@@ -24,8 +24,10 @@ from torch.distributed.tensor import distribute_module
 
 import torchhalo
 from torchhalo.exchange import debug
+from torchhalo.tools import launch
 
 TIMEOUT = timedelta(seconds=4)
+NCCL_TIMEOUT = timedelta(seconds=20)  # the first collective waits for all to have started CUDA and compiled kernels
 SLACK = 10.0  # of a busy machine
 
 
@@ -42,14 +44,15 @@ class Rank:
     def __init__(self, folder: Path, rank: int):
         self._folder, self._rank = folder, rank
 
-    def join(self, ranks: int) -> DeviceMesh:
+    def join(self, ranks: int, device: str = "cpu", timeout: timedelta = TIMEOUT) -> DeviceMesh:
         """Leave the world for a new one of the first ``ranks``; a mesh of it."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._worlds = getattr(self, "_worlds", 0) + 1
-        store = dist.FileStore(str(self._folder / f"store-{self._worlds}"), ranks)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=ranks, timeout=TIMEOUT)
-        return init_device_mesh(DEVICE, (ranks,))
+        world = self._folder / f"world-{self._worlds}"
+        world.mkdir(exist_ok=True)
+        launch.join(self._rank, ranks, world, timeout, device)
+        return init_device_mesh(device, (ranks,))
 
     def case(self, name: str, work: Callable[[], object]) -> None:
         start, error = time.monotonic(), ""
@@ -77,13 +80,13 @@ def serve(rank: int, folder: Path, work: Callable[..., None], args: tuple[Any, .
     work(Rank(folder, rank), rank, *args)
 
 
-def run(folder: Path, work: Callable[..., None], *args: Any) -> list[Ended]:
-    """``work`` in three processes, until they end by themselves."""
+def run(folder: Path, work: Callable[..., None], *args: Any, limit: float = 200) -> list[Ended]:
+    """``work`` in three processes, until they end by themselves, in so many seconds."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=serve, args=(rank, folder, work, args), daemon=True) for rank in range(3)]
     for process in processes:
         process.start()
-    end = time.monotonic() + 200
+    end = time.monotonic() + limit
     for process in processes:
         process.join(max(0, end - time.monotonic()))
     left = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -132,6 +135,7 @@ def die() -> None:
 
 def faults(rank: Rank, number: int, docs: str, folder: Path) -> None:
     """One after the other; where ranks compare, nothing is sent after a difference, and they go on in the same world."""
+    torch.set_default_device("cpu")  # what gloo does with a fault
     torchhalo.enable()
     rank.case("ready", nothing)
     rank.until_others_said("ready", [0, 1, 2])  # a process may start later than the timeout
@@ -215,6 +219,44 @@ def test_other_ranks_end_in_time_and_say_what_differs(tmp_path: Path, monkeypatc
             else:
                 assert error == expected[name]
             assert seconds < TIMEOUT.total_seconds() + SLACK
+
+
+def faults_on_nccl(rank: Rank, number: int, compared: bool) -> None:
+    """The last rank is killed in the backward pass; without a comparison the others hear nothing, and wait on the GPU."""
+    torchhalo.enable()
+    rank.case("ready", nothing)
+    rank.until_others_said("ready", [0, 1, 2])
+    mesh, wrong = rank.join(3, "cuda", NCCL_TIMEOUT), number == 2
+    model = net(mesh)
+
+    def synchronised() -> None:
+        step(model, mesh)
+        torch.cuda.synchronize()
+
+    debug.compare(compared)
+    rank.case("right", synchronised)
+    rank.case("compared", lambda: step(model, mesh, (1, 2, 12, 13 if wrong and compared else 12)))
+    model.backward_fault = die if wrong else nothing
+    rank.case("killed", synchronised)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", [True, False])
+@pytest.mark.skipif(DEVICE != "cuda", reason="NCCL needs a GPU")
+def test_other_ranks_of_nccl_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool) -> None:
+    """With an error that names the rank where they compare; else NCCL's watchdog ends them, or they hear of a lost socket."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # else it waits 15 s for the flight recorder
+    ended = run(tmp_path, faults_on_nccl, compared, limit=90)
+    assert ended[2].status == -signal.SIGKILL and "killed" not in ended[2].said
+    for each in ended[:2]:
+        assert each.said["right"][0] == ""
+        assert ("the ranks are not in step: rank 2 is at max_pool2d_with_indices" in each.said["compared"][0]) == compared
+        if compared:
+            error, seconds = each.said["killed"]
+            assert error.startswith("rank 2 did not come to convolution_backward in `first`, backward")
+            assert seconds < NCCL_TIMEOUT.total_seconds() + SLACK
+        else:
+            assert each.status or each.said["killed"][0]
 
 
 def place(at: str, sends: dict[int, int] | None = None, expects: dict[int, int] | None = None, **facts: str) -> debug.Record:

@@ -41,7 +41,8 @@ def parts(draw: st.DrawFn) -> draws.Part:
     for size in shape:
         start = draw(st.integers(0, size))
         spans.append(Span(start, draw(st.integers(start, size))))
-    return draws.Part(Box(tuple(spans)), shape, torch.tensor(draw(st.sampled_from([0, 1, 2**31, 2**62 + 16, 2**63 - 2]))))
+    seed = draw(st.sampled_from([0, 1, 2**31, 2**62 + 16, 2**63 - 2]))
+    return draws.Part(Box(tuple(spans)), shape, torch.tensor(seed, device="cpu"))
 
 
 WAYS: list[tuple[draws.Draw, tuple[float, ...]]] = [
@@ -60,7 +61,7 @@ def test_the_numbers_of_the_cpu(
     draw, parameters = way
     if dtype == torch.bool and draw is not random_numbers.bernoulli:
         return
-    expected = torch.empty(part.box.shape, dtype=dtype)
+    expected = torch.empty(part.box.shape, dtype=dtype, device="cpu")
     with by_torch():
         draws.fill(expected, draw, part, *parameters)
     out = data.draw(any_memory(repeated=False))(torch.zeros(part.box.shape, dtype=dtype, device=DEVICE))
@@ -80,7 +81,7 @@ def test_the_numbers_of_the_cpu(
 def test_dropout_of_any_memory(part: draws.Part, p: float, data: st.DataObject) -> None:
     """The product and what is kept, to the bit, also of what is infinite or no number."""
     dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
-    x = torch.randn(part.box.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(part.box.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
     x[x > 1.5], x[x < -1.5] = math.inf, math.nan
     x = data.draw(any_memory())(x)
     strides = torch.empty(part.box.shape).stride()
@@ -94,8 +95,8 @@ def test_dropout_of_any_memory(part: draws.Part, p: float, data: st.DataObject) 
 @pytest.mark.parametrize("rows, cols", [(1, 5000), (5000, 1), (3, 1025), (700, 3)])
 def test_many_blocks(rows: int, cols: int) -> None:
     """More than a program draws, along either side; the rows of a part are no neighbours in the whole tensor."""
-    part = draws.Part(Box((Span(2, 2 + rows), Span(1, 1 + cols))), (rows + 3, cols + 2), torch.tensor(9))
-    expected, out = torch.empty(rows, cols), torch.empty(rows, cols, device=DEVICE)
+    part = draws.Part(Box((Span(2, 2 + rows), Span(1, 1 + cols))), (rows + 3, cols + 2), torch.tensor(9, device="cpu"))
+    expected, out = torch.empty(rows, cols, device="cpu"), torch.empty(rows, cols, device=DEVICE)
     with by_torch():
         draws.fill(expected, random_numbers.uniform, part)
     draws.fill(out, random_numbers.uniform, part)

@@ -99,6 +99,7 @@ def test_random_edges(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("groups", "filters", "help"), [(2, 1, True), (2, 2, False), (1, 3, True)])
 def test_sharded_convolutions(monkeypatch: pytest.MonkeyPatch, groups: int, filters: int, help: bool, transposed: bool) -> None:
     """Forward and all gradients; where the kernels cannot help, the usual strips do."""
+    help = help and (DEVICE == "cpu" or groups == 2)  # Triton multiplies no matrices of float64 on every GPU
     calls: Counter[str] = Counter()
     for each in (write_strips, add_pairs):
 

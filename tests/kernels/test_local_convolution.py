@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchhalo.kernels import local_convolution
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    """The slow kernel and the faster one are those of a CPU."""
+    with torch.device("cpu"):
+        yield
 
 
 def test_random_convolutions() -> None:

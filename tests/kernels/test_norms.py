@@ -47,6 +47,7 @@ def gather_stats(
     CALLS.append("gather_stats")
     assert mean.shape == invstd.shape == (len(counts), input.shape[1]) and counts.dtype == mean.dtype
     assert all(running is None or running.dtype == mean.dtype for running in (running_mean, running_var))
+    assert input.dtype == counts.dtype or running_mean is not None
     average, squares, n = torch.zeros_like(mean[0]), torch.zeros_like(mean[0]), torch.zeros_like(counts[0])
     for m, s, count in zip(mean, invstd, counts, strict=True):
         factor = 1 / (n + count)

@@ -22,7 +22,7 @@ def test_on_plain_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "compiles", lambda: True)
     with FakeTensorMode():
         fake = torch.ones(1, device="cuda")
-    assert not any(usable(torch.ones(1)) or usable(fake) for usable in USABLE)
+    assert not any(usable(torch.ones(1, device="cpu")) or usable(fake) for usable in USABLE)
 
 
 def test_without_triton_or_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,11 +19,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchhalo
+from torchhalo.ops import attention_formula
 
-attend = F.scaled_dot_product_attention
+#: What `parallelize` calls for `F.scaled_dot_product_attention`, but for the choice of what to cut.
+attend = attention_formula.dot_product
 MASKS = ["none", "causal", "bool", "float", "rows", "heads"]
-#: No fused CUDA kernel takes float64; the stock ops of the plain one gather tensors that are sharded differently.
-CUDA_GATHERS = ["ignore::torchhalo.GatherWarning"] if DEVICE == "cuda" else []
 
 
 def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor | None:
@@ -40,7 +39,6 @@ def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int) -> torch
     return mask > -1 if kind == "bool" else mask
 
 
-@pytest.mark.filterwarnings(*CUDA_GATHERS)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_attention(data: st.DataObject) -> None:

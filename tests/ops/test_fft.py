@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -12,12 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import memories
 from torch import fft, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import torchhalo
 from torchhalo.exchange.gathers import GatherError, GatherWarning
+from torchhalo.torch_internals.transforms import cuda_strides
+
+aten = torch.ops.aten
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 NAMES = [f"{inverse}{name}{ndim}" for name in ("fft", "rfft", "hfft") for inverse in ("", "i") for ndim in ("", "2", "n")]
@@ -303,3 +308,17 @@ def infer() -> None:
 
 def test_inference_on_a_submesh(pool) -> None:
     pool(3).run(infer)
+
+
+@pytest.mark.parametrize("dims", [[0], [1], [0, 1], [1, 2], [0, 2], [0, 1, 2]], ids=str)
+def test_strides_of_cuda(dims: list[int]) -> None:
+    """Those of torch's fake tensors, which know them if the dims ascend; and one of a GPU where they do not."""
+    ops = (aten._fft_c2c.default, (0, True)), (aten._fft_r2c.default, (0, True)), (aten._fft_c2r.default, (0, 4))
+    for order, (op, rest) in itertools.product(itertools.permutations(range(3)), ops):
+        with FakeTensorMode():
+            dtype = torch.float64 if op is aten._fft_r2c.default else torch.complex128
+            x = torch.empty([(4, 3, 5)[dim] for dim in order], dtype=dtype, device="cuda")
+            x = x.permute([order.index(dim) for dim in range(3)])
+            expected = op(x, dims, *rest)
+        assert cuda_strides(op, x.shape, x.stride(), dims, expected.shape) == expected.stride()
+    assert cuda_strides(aten._fft_r2c.default, (2, 1, 2), (2, 2, 1), [2, 0], (2, 1, 2)) == (1, 4, 2)

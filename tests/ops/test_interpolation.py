@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from torchhalo.geometry import Span
-from torchhalo.ops.interpolation import KINDS, Taps
+from torchhalo.ops.interpolation import KINDS
+from torchhalo.ops.taps import Taps, counting
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -77,9 +79,13 @@ def test_taps_are_plain_torchs(kind, dtype: torch.dtype) -> None:
         for corners in [False] if kind.nearest else [False, True]:
             want = matrix(kind.op, kind.mode, inputs, outputs, scale, corners, dtype).double()
             ndim = int(next(c for c in kind.op.name() if c.isdigit()))
-            plain = ndim == 2 and outputs + 1 <= 128  # torch has another kernel for large outputs
+            plain = DEVICE != "cpu" or (ndim == 2 and outputs + 1 <= 128)  # a CPU has another kernel for large outputs
             single = dtype == torch.float32 or (kind.nearest and plain)
-            taps = Taps(inputs, outputs, kind.mode, corners, scale, single, plain)
+            sizes = [1] * (ndim - 1)
+            counted = counting(
+                kind.mode, [*sizes, inputs], [*sizes, outputs], [*[None] * (ndim - 1), scale], plain, DEVICE == "cpu"
+            )[-1]
+            taps = Taps(inputs, outputs, kind.mode, corners, counted, single, plain)
             got = torch.zeros_like(want)
             for reads, weights in taps.table(Span(0, outputs)):
                 got[reads, range(outputs)] += torch.tensor(weights, dtype=torch.float64)
@@ -87,6 +93,24 @@ def test_taps_are_plain_torchs(kind, dtype: torch.dtype) -> None:
             # its builds round twice
             atol = 0 if kind.nearest else 1e-12 if dtype == torch.float64 else 2e-6 + inputs * 2**-23
             torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=f"{inputs, outputs, scale, corners}")
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("factors", [(1.004, 1.3), (1.3, 1.004), (2.0, 1.004), (1.004, 1.004)], ids=str)
+def test_a_size_that_stays_while_the_scale_factor_says_otherwise(mode: str, factors: tuple[float, float]) -> None:
+    """Whether the factor counts then depends on the device and, on CUDA, on the other size.
+
+    Some of torch's gradients go by the sizes where its forward heeds the factor, or the other way round.
+    """
+    wrong = mode == "bicubic" and factors[0] == factors[1] if DEVICE == "cpu" else mode.startswith("nearest")
+    with simulated(2):
+        mesh = init_device_mesh(DEVICE, (2,))
+        for dim in (2, 3):
+            x = torch.randn(1, 2, 6, 5, dtype=torch.float64)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a default that changed
+                resize = partial(F.interpolate, scale_factor=factors, mode=mode)
+                assert_parity(resize, [x], mesh, [[Shard(dim)]], atol=1e-12, needs_grad=[not wrong])
 
 
 def test_whole_ratios() -> None:
@@ -178,8 +202,14 @@ def test_bytes(mode: str) -> None:
         mesh = init_device_mesh(DEVICE, (3,))
         with maybe_disable_local_tensor_mode():
             x = torch.randint(0, 256, (1, 3, 8, 10), dtype=torch.uint8)
-            expected = F.interpolate(x, scale_factor=2, mode=mode)
         sharded = shard(x, mesh, [Shard(3)])
+        if mode == "bilinear" and DEVICE != "cpu":  # CUDA has no kernel for them
+            for t in (x, sharded):
+                with pytest.raises(NotImplementedError):
+                    F.interpolate(t, scale_factor=2, mode=mode)
+            return
+        with maybe_disable_local_tensor_mode():
+            expected = F.interpolate(x, scale_factor=2, mode=mode)
         assert torch.equal(whole(F.interpolate(sharded, scale_factor=2, mode=mode)), expected)
         if mode == "bilinear":
             with pytest.raises(NotImplementedError, match="convert it to a floating dtype"):

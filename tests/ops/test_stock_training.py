@@ -111,11 +111,11 @@ def _initialises_from_meta() -> None:
         model = distribute_module(Model(device="meta"), mesh, function)
         for tensor in (*model.parameters(), *model.buffers()):
             assert isinstance(tensor, DTensor) and tensor.is_meta and tensor.to_local().is_meta
-        assert model.to_empty(device="cpu") is model
+        assert model.to_empty(device=DEVICE) is model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             expected = placement if name == "second.weight" else Replicate()
             assert isinstance(tensor, DTensor) and tensor.placements == (expected,), name
-            assert tensor.device.type == tensor.to_local().device.type == "cpu", name
+            assert tensor.device.type == tensor.to_local().device.type == DEVICE, name
             assert tensor.requires_grad == name.startswith(("first", "second")), name
         assert model.second.weight.shape == (4, 8, 3, 3)
 
@@ -128,8 +128,10 @@ def _initialises_from_meta() -> None:
         if placement.is_replicate():
             torch.manual_seed(1)
             plain = Model()
+            # in CUDA's stream stock DTensor takes other steps from one draw to the next than plain torch
+            drawn = ("first.weight", "first.bias", "second.weight") if DEVICE == "cpu" else ("first.weight",)
             for name, tensor in model.named_parameters():
-                if name != "shift":
+                if name in drawn:
                     assert torch.equal(tensor.to_local(), plain.get_parameter(name)), name
         # What each rank drew for its shard is its own affair; the model must then be right with those weights.
         plain = Model()

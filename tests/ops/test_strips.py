@@ -132,7 +132,8 @@ def test_random_pools_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
                 infinite, last = data.draw(st.booleans()), data.draw(st.booleans())
                 # CUDA's channels-last kernel answers 0, which is not in the window, where nothing is above minus infinity.
                 x[..., :4] = -torch.inf if infinite and largest and not (last and DEVICE == "cuda") else 0.0
-                if last:
+                # torch's gradient of averages of channels-last images leaves the padding out, on a GPU
+                if last and (largest or not padding or DEVICE == "cpu"):
                     x = x.contiguous(memory_format=torch.channels_last)
 
             def pool(x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def check_shards(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dims: tupl
     whole = torch.arange(float(np.prod(shape))).view(shape)
     chosen = dims or spatial_dims(shape, mesh.ndim)
     expected = distribute_tensor(whole, mesh, [Shard(dim % len(shape)) for dim in chosen])
-    array = Guarded(whole.numpy())
+    array = Guarded(whole.cpu().numpy())
     for source in (whole, array):
         found = torchhalo.shard(source, mesh, dims)
         assert found.placements == expected.placements and found.shape == expected.shape and found.stride() == expected.stride()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import mesh_of, whole
+from soak import UNet
 from test_scale import caches
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,22 +27,6 @@ RANKS, STEPS, HUGE_EVERY = 3, 500, 50
 COUNTED = 149, 299, 499  # the steps after which a process counts what it holds
 CACHE_SIZE = 1024  # less than usual, so that all is let go several times
 MIB = 2**20
-
-
-class UNet(nn.Module):
-    """One level, with each kind of layer that a U-Net has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-        self.low = nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.last = nn.Conv2d(8, 1, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        high = self.first(x)
-        low = F.interpolate(self.up(self.low(high)), size=x.shape[2:], mode="bilinear")
-        return self.last(torch.cat([high, low], 1))
 
 
 def sizes() -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Attention on one rank: parts over blocks of keys merged into one, and attention written out, for dropout.
+"""Attention on one rank: parts over blocks of keys merged into one, and attention written out, for want of a kernel.
 
 Shapes: queries are (batch, heads, queries, size), keys and values (batch, heads or fewer, keys, size).
 """
@@ -74,14 +74,14 @@ def written_out(
     scale: float,
     mask: torch.Tensor | None,
     hidden: Rows | None,
-    kept: Rows,
+    kept: Rows | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and logsumexp, in the dtype of sums.
 
     Args:
         mask: What is added to the scores.
         hidden: Which keys a query does not see.
-        kept: By what each weight is multiplied: zero, or more than one.
+        kept: By what each weight is multiplied: zero, or more than one. None to drop nothing.
     """
     query, key, value = _wide(query, query, key, value)
     outs, sums = [], []
@@ -89,7 +89,7 @@ def written_out(
         scores = _scores(query, key, scale, mask, hidden, start, stop)
         total = scores.logsumexp(-1)
         weights = scores.sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
-        outs.append(weights.mul_(kept(start, stop)) @ value)
+        outs.append((weights if kept is None else weights.mul_(kept(start, stop))) @ value)
         sums.append(total)
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
@@ -104,7 +104,7 @@ def written_out_backward(
     scale: float,
     mask: torch.Tensor | None,
     hidden: Rows | None,
-    kept: Rows,
+    kept: Rows | None,
     mask_grad: bool,
 ) -> list[torch.Tensor]:
     """The gradients of query, key, value and, where wanted, mask, in the dtype of sums.
@@ -120,7 +120,8 @@ def written_out_backward(
     of_mask = [torch.zeros_like(mask, dtype=query.dtype)] if mask is not None and mask_grad else []
     for start, stop in _slices(query, key):
         scores = _scores(query, key, scale, mask, hidden, start, stop)
-        weights, multiplier, above = scores.sub_(sums[:, :, start:stop]).exp_(), kept(start, stop), grad[:, :, start:stop]
+        weights, above = scores.sub_(sums[:, :, start:stop]).exp_(), grad[:, :, start:stop]
+        multiplier = 1 if kept is None else kept(start, stop)
         of_value += (weights * multiplier).mT @ above
         of_scores = (above @ value.mT).mul_(multiplier).sub_(inner[:, :, start:stop]).mul_(weights)
         for total in of_mask:

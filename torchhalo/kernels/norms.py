@@ -135,7 +135,8 @@ def fused_batch_norm(
         return torch.empty_like(input), means[0], rstds[0]
     # The kernel takes no other dtype.
     wide_mean, wide_var = (None if each is None else each.to(means.dtype) for each in (running_mean, running_var))
-    mean, rstd = torch.batch_norm_gather_stats_with_counts(input, means, rstds, wide_mean, wide_var, momentum, eps, counts)
+    # Of its first argument the kernel takes the dtype of the counts alone, of which half types have too few digits.
+    mean, rstd = torch.batch_norm_gather_stats_with_counts(means, means, rstds, wide_mean, wide_var, momentum, eps, counts)
     for buffer, value in ((running_mean, wide_mean), (running_var, wide_var)):
         if buffer is not None and value is not None and value is not buffer:
             buffer.copy_(value)

@@ -27,7 +27,10 @@ from torchhalo.torch_internals.tracing import depend_on
 
 aten = torch.ops.aten
 
-LIMITS = "causal attention gives the ranks of the first tokens less to do; dropout is written out, block by block"
+LIMITS = (
+    "causal attention gives the ranks of the first tokens less to do; dropout, and in a parallelized model what torch has no "
+    "kernel for, are written out, block by block"
+)
 
 
 FUSED = (
@@ -66,6 +69,8 @@ def attention(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kept = [index for index, meta in enumerate(metas) if isinstance(meta, dtensors.Meta)]  # others are numbers, or nothing
     names = [result.name for result in op._schema.returns]
     kernel, extra = this.kernel()
+    if not this.has_kernel:  # torch writes it out in products
+        metas[0] = metas[0]._replace(stride=strides(metas[0].shape, torch.contiguous_format))
 
     def finish(out: torch.Tensor, sums: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if not metas[1].shape[TOKENS]:  # nobody asked for it

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.relayout import with_placements
+from torchhalo.ops.attention_formula import dot_product
 from torchhalo.torch_internals import overrides
 from torchhalo.torch_internals.grid_shard import GridShard, at
 
@@ -76,11 +77,11 @@ def attend(*args: Any, **kwargs: Any) -> Any:
     """`F.scaled_dot_product_attention`, with samples or heads cut where that sends less."""
     found = _fused(*args, **kwargs)
     if found is None:
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        return dot_product(*args, **kwargs)
     tensors, letters = found
     query, key, value = (each.cut_along(letters) for each in tensors)
     rest = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
-    out: Any = F.scaled_dot_product_attention(query, key, value, *args[3:], **rest)
+    out: Any = dot_product(query, key, value, *args[3:], **rest)
     home = tensors[0].cuts("q")
     return _Tensor(out, "bhqd").moved(home)
 

@@ -73,6 +73,17 @@ def count_visible(part: Part, mask: torch.Tensor | None, sums: torch.Tensor) -> 
     return seen.sum(-1, dtype=sums.dtype).expand(sums.shape)
 
 
+def has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch has a fused kernel for such tensors, without dropout; what it has none for is written out.
+
+    Those of CUDA take no float64 and want rows of a multiple of 16 bytes; the one without a mask fills up half types itself.
+    """
+    if query.device.type == "cpu":
+        return True
+    whole_rows = not any(t.shape[3] * t.dtype.itemsize % 16 for t in (query, value))
+    return query.dtype != torch.float64 and (whole_rows or (mask is None and query.dtype != torch.float32))
+
+
 class Inputs(NamedTuple):
     """The tensors of one rank and a block of keys.
 
@@ -192,11 +203,11 @@ def call(op: handlers.Op, given: dict[str, Any], function: Callable[..., Any] | 
 
 
 class WrittenOut(NamedTuple):
-    """Attention with dropout, whose draws depend on where a weight is among all, and not on how they are sharded.
+    """Attention by its formula; with dropout the draws depend on where a weight is among all, not on how they are sharded.
 
     Attributes:
         shape: Of all weights: batch, heads, queries, keys.
-        dropout: The share that is dropped.
+        dropout: The share that is dropped; if it is 0 there is no seed.
         scale: Of the scores.
     """
 
@@ -206,12 +217,12 @@ class WrittenOut(NamedTuple):
 
     def forward(self, part: Part, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, mask, extra = inputs
-        hidden, kept = self._of(part, query, extra[0])
+        hidden, kept = self._of(part, query, extra)
         return attention.written_out(query, key, value, self.scale, cut(mask, part.keys), hidden, kept)
 
     def backward(self, part: Part, inputs: Inputs, saved: Saved, mask_grad: bool) -> list[torch.Tensor]:
         query, key, value, mask, extra = inputs
-        hidden, kept = self._of(part, query, extra[0])
+        hidden, kept = self._of(part, query, extra)
         sums = saved.sums.reshape(query.shape[:3])
         found = attention.written_out_backward(
             saved.grad, query, key, value, saved.out, sums, self.scale, cut(mask, part.keys), hidden, kept, mask_grad
@@ -219,8 +230,13 @@ class WrittenOut(NamedTuple):
         likes = [query, key, value, *([mask] if mask is not None and mask_grad else [])]
         return [each.to(like.dtype) for each, like in zip(found, likes, strict=True)]
 
-    def _of(self, part: Part, query: torch.Tensor, seed: torch.Tensor) -> tuple[attention.Rows | None, attention.Rows]:
-        seed = seed.flatten()[:1].view(torch.int64).squeeze(0)  # of the dtype and shape that the op's own kernel has for it
+    def _of(
+        self, part: Part, query: torch.Tensor, seeds: tuple[torch.Tensor, ...]
+    ) -> tuple[attention.Rows | None, attention.Rows | None]:
+        hidden = None if part.all_visible else partial(part.hidden, query.device)
+        if not self.dropout:
+            return hidden, None
+        seed = seeds[0].flatten()[:1].view(torch.int64).squeeze(0)  # of the dtype and shape that the op's own kernel has for it
 
         def kept(start: int, stop: int) -> torch.Tensor:
             batch, heads, queries = part.rows.spans
@@ -230,4 +246,4 @@ class WrittenOut(NamedTuple):
             draws.fill(drawn, random_numbers.bernoulli, draws.Part(box, self.shape, seed), 1 - self.dropout)
             return drawn.mul_(1 / (1 - self.dropout)) if self.dropout < 1 else drawn
 
-        return None if part.all_visible else partial(part.hidden, query.device), kept
+        return hidden, kept

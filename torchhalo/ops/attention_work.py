@@ -18,8 +18,8 @@ from torchhalo.exchange.relayout import with_placements, without_grids
 from torchhalo.exchange.ring import Ring
 from torchhalo.geometry import Box, Span
 from torchhalo.ops import randomness
-from torchhalo.ops.attention_kernels import BATCH, HEADS, TOKENS, Fused, Kernel, WrittenOut
-from torchhalo.torch_internals import dtensors, handlers, process_groups
+from torchhalo.ops.attention_kernels import BATCH, HEADS, TOKENS, Fused, Kernel, WrittenOut, has_kernel
+from torchhalo.torch_internals import dtensors, handlers, process_groups, simulation
 from torchhalo.torch_internals.grid_shard import GridShard, at, cuts
 
 #: Keys and values of so many bytes, made whole, travel in a ring; fewer are gathered. A gather is one collective where the
@@ -115,9 +115,15 @@ class Attention:
         """Whether weights are dropped by torchhalo's own draws."""
         return self._dropout > 0 and not randomness.torch_stream()
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether torch has a fused kernel for this: one of a CPU drops nothing."""
+        on_cpu = self.query.device.type == "cpu"
+        return has_kernel(self.query, self.value, self.mask) and not (self.drops and on_cpu)
+
     def kernel(self) -> tuple[Kernel, tuple[torch.Tensor, ...]]:
         """What a rank computes, and this rank's tensors that it needs besides."""
-        if self.drops:
+        if self.drops or not self.has_kernel:
             return self._written_out()
         known = {"query", "key", "value", self.masked, next(iter(self.given)), "out", "logsumexp"}
         extra = {name: v for name, v in self.given.items() if name not in known and isinstance(v, torch.Tensor)}
@@ -125,15 +131,8 @@ class Attention:
         return Fused(self.op, self.given, tuple(extra), self.masked, self.in_ring), tensors
 
     def _written_out(self) -> tuple[Kernel, tuple[torch.Tensor, ...]]:
-        names = [result.name for result in self.op._schema.returns]
-        if "logsumexp" in self.given:
-            seeds = [self.given[name] for name in SEEDS if name in self.given]
-            seed = [dtensors.local(s) if isinstance(s, DTensor) else s for s in seeds]
-        else:
-            drawn = any(name in names for name in SEEDS)
-            device = dtensors.local(self.query).device
-            seed = [randomness.seed_of(self.op, self.mesh, device, None).to(device, non_blocking=True)] if drawn else []
-        if not seed:
+        seed = self._seed() if self.drops else []
+        if self.drops and not seed:
             raise NotImplementedError(
                 f"scaled_dot_product_attention: dropout_p (={self._dropout}) must be 0 for this kernel: "
                 "call F.scaled_dot_product_attention, which chooses one that can"
@@ -142,6 +141,17 @@ class Attention:
         scale = self.owned.shape[3] ** -0.5 if scale is None else scale
         shape = (*self.owned.shape[:3], self.keys.size)
         return WrittenOut(shape, self._dropout, scale), tuple(seed)
+
+    def _seed(self) -> list[torch.Tensor]:
+        """The seed of the weights to drop, drawn or of the forward pass; none for an op that has no place for it."""
+        if "logsumexp" in self.given:
+            seeds = [self.given[name] for name in SEEDS if name in self.given]
+            return [dtensors.local(s) if isinstance(s, DTensor) else s for s in seeds]
+        if not {result.name for result in self.op._schema.returns} & {*SEEDS}:
+            return []
+        device = dtensors.local(self.query).device
+        seed = randomness.seed_of(self.op, self.mesh, device, None)
+        return [simulation.per_rank(lambda seed: seed.to(device, non_blocking=True), seed)]
 
 
 def _roles(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:

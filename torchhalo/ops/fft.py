@@ -9,6 +9,7 @@ other dim is long enough, as with images of one channel of which both dims are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torchhalo.exchange.layout import Layout, is_cut, layout
 from torchhalo.exchange.relayout import relayout, with_placements
 from torchhalo.torch_internals import caching, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
 from torchhalo.torch_internals.tracing import is_traced
+from torchhalo.torch_internals.transforms import cuda_strides
 
 aten = torch.ops.aten
 
@@ -37,7 +39,7 @@ def c2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     """Handler of ``aten._fft_c2c``, from complex to complex: the dims in any order."""
     input, dims, norm, forward = handlers.bind(op, args, kwargs)
     dims = sorted(dim % input.ndim for dim in dims)
-    (result,) = fake_tensors.plain_result(op, input, dims, norm, forward)
+    result = _result(op, input, dims, norm, forward)
     return _transformed(op, input, result, [dims], lambda dims: (op, dims, norm, forward))
 
 
@@ -46,7 +48,7 @@ def r2c(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     """Handler of ``aten._fft_r2c``: the last dim first, which makes complex numbers of real ones."""
     input, dims, norm, onesided = handlers.bind(op, args, kwargs)
     *others, last = _last_apart(dims, input.ndim)
-    (result,) = fake_tensors.plain_result(op, input, [*others, last], norm, onesided)
+    result = _result(op, input, [*others, last], norm, onesided)
 
     def call(dims: list[int]) -> tuple[Any, ...]:
         if last not in dims:
@@ -61,12 +63,22 @@ def c2r(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     """Handler of ``aten._fft_c2r``: the last dim last, which makes real numbers of complex ones."""
     input, dims, norm, size = handlers.bind(op, args, kwargs)
     *others, last = _last_apart(dims, input.ndim)
-    (result,) = fake_tensors.plain_result(op, input, [*others, last], norm, size)
+    result = _result(op, input, [*others, last], norm, size)
 
     def call(dims: list[int]) -> tuple[Any, ...]:
         return (op, dims, norm, size) if last in dims else (aten._fft_c2c.default, dims, norm, False)
 
     return _transformed(op, input, result, [others, [last]], call)
+
+
+def _result(op: handlers.Op, input: DTensor, dims: list[int], *rest: Any) -> dtensors.Meta:
+    """What plain torch returns; fake tensors know the strides of a CPU's kernels alone."""
+    signature = dtensors.signature(input)
+    (result,) = fake_tensors.plain_result(op, replace(signature, device="cpu"), dims, *rest)
+    if signature.device != "cuda":
+        return result  # type: ignore[no-any-return]
+    shape, stride, _ = signature.meta
+    return result._replace(stride=cuda_strides(op, shape, stride, dims, result.shape))  # type: ignore[no-any-return]
 
 
 def _last_apart(dims: Sequence[int], ndim: int) -> list[int]:

@@ -7,11 +7,7 @@ adjoint is an index_add.
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,159 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torchhalo.exchange.memory import formatted, memory_format
 from torchhalo.exchange.task import Task
 from torchhalo.exchange.windowed import adjoint, forward
-from torchhalo.geometry import Intervals, Span
+from torchhalo.ops.taps import Taps, counting
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers
 from torchhalo.torch_internals.constants import constant
 
 aten = torch.ops.aten
-
-
-def _single(value: float) -> float:
-    """``value`` rounded to float32."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _triangle(x: float) -> float:
-    return max(0.0, 1 - abs(x))
-
-
-def _cubic(x: float, a: float) -> float:
-    """The cubic convolution filter."""
-    x = abs(x)
-    if x < 1:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-    return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
-
-
-def _lanczos(x: float) -> float:
-    def sinc(x: float) -> float:
-        return math.sin(math.pi * x) / (math.pi * x) if x else 1.0
-
-    return sinc(x) * sinc(x / 3) if abs(x) < 3 else 0.0
-
-
-# The filters of the antialiased modes, and how far they reach where nothing shrinks.
-_FILTERS: dict[str, tuple[Callable[[float], float], int]] = {
-    "bilinear_aa": (_triangle, 1),
-    "bicubic_aa": (lambda x: _cubic(x, -0.5), 2),
-    "lanczos_aa": (_lanczos, 3),
-}
-
-
-@dataclass(frozen=True)
-class Taps(Intervals):
-    """Which inputs an output reads, and their weights, in the arithmetic of plain torch's kernels.
-
-    Attributes:
-        mode: ``nearest``, ``nearest_exact``, ``linear``, ``cubic``, or one of the antialiased ones.
-        align_corners: Whether the centres of the outermost elements coincide, not their outer edges.
-        scale_factor: Outputs per input, where it was given; else it follows from the sizes.
-        single: Whether coordinates are computed in float32, or in float64.
-        plain: Whether nearest modes compute the coordinate in one step; one of torch's kernels takes a detour.
-    """
-
-    mode: str
-    align_corners: bool
-    scale_factor: float | None
-    single: bool
-    plain: bool = True
-
-    @property
-    def nearest(self) -> bool:
-        return self.mode.startswith("nearest")
-
-    def round(self, value: float) -> float:
-        return _single(value) if self.single else value
-
-    @cached_property
-    def scale(self) -> float:
-        """Inputs per output."""
-        if self.align_corners:
-            return self.round((self.inputs - 1) / (self.outputs - 1)) if self.outputs > 1 else 0.0
-        if self.mode == "nearest":
-            by_size = self.plain and self.outputs in (self.inputs, 2 * self.inputs)
-        else:
-            by_size = self.outputs == self.inputs and self.mode not in ("nearest_exact", "cubic")
-        given = None if by_size else self.scale_factor
-        return self.round(1 / given if given else self.inputs / self.outputs)
-
-    @cached_property
-    def ratio(self) -> int | None:
-        """How many outputs there are per input, if a part of the inputs gives just the same for its part of the outputs.
-
-        That is so if coordinates in the part are those in the whole but for a shift, to the bit: for a power of two, and,
-        since nearest modes round them, for other ratios there.
-        """
-        ratio, rest = divmod(self.outputs, self.inputs)
-        if rest or self.align_corners or self.scale != self.round(1 / ratio):
-            return None
-        if ratio & (ratio - 1) == 0:
-            return ratio
-        variants = [Taps(self.inputs, self.outputs, self.mode, False, None, *v) for v in ((True, True), (self.single, False))]
-        alike = self.nearest and all(v.interval(o).start == o // ratio for v in variants for o in range(self.outputs))
-        return ratio if alike else None
-
-    def source(self, output: int) -> float:
-        """Where the centre of an output lies among those of the inputs."""
-        if self.align_corners:
-            return self.round(self.scale * output)
-        return self.round(self.scale * (output + 0.5) - 0.5)  # rounded once: most builds fuse the steps
-
-    def taps(self, output: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The inputs that ``output`` reads, in ascending order, and their weights."""
-        last = self.inputs - 1
-        if self.mode in _FILTERS:
-            return self._filtered(output)
-        if self.nearest:
-            if self.mode == "nearest":
-                found = self.round(self.scale * output)
-            elif self.plain:
-                found = self.round(self.scale * (output + 0.5))
-            else:
-                found = self.round(max(self.source(output), 0) + 0.5)
-            return (min(math.floor(_single(found)), last),), (1.0,)
-        source = self.source(output) if self.mode == "cubic" else max(self.source(output), 0.0)
-        first = min(math.floor(_single(source)), last)
-        past = min(max(self.round(source - first), 0.0), 1.0)
-        if self.mode == "linear":
-            return (first, min(first + 1, last)), (1 - past, past)
-        reads = tuple(min(max(first + k, 0), last) for k in (-1, 0, 1, 2))
-        return reads, tuple(_cubic(past - k, -0.75) for k in (-1, 0, 1, 2))
-
-    def _filtered(self, output: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        filter, reach = _FILTERS[self.mode]
-        stretch = max(self.scale, 1.0)
-        centre, support = self.round(self.scale * (output + 0.5)), self.round(reach * stretch)
-        first = max(int(self.round(self.round(centre - support) + 0.5)), 0)
-        last = min(int(self.round(self.round(centre + support) + 0.5)), self.inputs)
-        weights = [filter((i - centre + 0.5) / stretch) for i in range(first, last)]
-        total = sum(weights) or 1.0
-        return tuple(range(first, last)), tuple(weight / total for weight in weights)
-
-    def interval(self, output: int) -> Span:
-        reads, _ = self.taps(output)
-        return Span(reads[0], reads[-1] + 1)
-
-    def reads(self, outputs: Span) -> tuple[Span, ...]:
-        # Where nothing shrinks there are no gaps.
-        return (self.reach(outputs),) if outputs.size and self.scale <= 1 else super().reads(outputs)
-
-    def table(self, outputs: Span) -> list[tuple[list[int], list[float]]]:
-        """For each tap, where each of ``outputs`` reads and with which weight."""
-        return _table(self, outputs)
-
-
-@lru_cache(maxsize=64)  # each is as long as the outputs
-def _table(taps: Taps, outputs: Span) -> list[tuple[list[int], list[float]]]:
-    found = [taps.taps(output) for output in range(outputs.start, outputs.stop)]
-    most = max((len(reads) for reads, _ in found), default=0)
-    return [
-        (
-            [reads[min(k, len(reads) - 1)] for reads, _ in found],
-            [weights[k] if k < len(weights) else 0.0 for _, weights in found],
-        )
-        for k in range(most)
-    ]
 
 
 class _Kind(NamedTuple):
@@ -215,10 +63,18 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, kind: _Kind, inputs: Sequence[int], outputs: Sequence[int], rest: Sequence[Any], single: bool, plain: bool
+        cls,
+        kind: _Kind,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        rest: Sequence[Any],
+        single: bool,
+        plain: bool,
+        on_cpu: bool,
     ) -> _Call:
         corners, scales = tuple(rest[: -len(outputs)]), tuple(rest[-len(outputs) :])
-        sizes = enumerate(zip(map(int, inputs), map(int, outputs), scales, strict=True), start=2)
+        counted = counting(kind.mode, inputs, outputs, scales, plain, on_cpu)
+        sizes = enumerate(zip(map(int, inputs), map(int, outputs), counted, strict=True), start=2)
         relations = {dim: Taps(n, m, kind.mode, any(corners), scale, single, plain) for dim, (n, m, scale) in sizes}
         return cls(kind, relations, corners, scales)
 
@@ -226,10 +82,12 @@ class _Call(NamedTuple):
         """The dims along which plain torch's kernel cannot do a part of the work as it does the whole; ``dims`` are sharded.
 
         Nearest modes are among these also where they are not sharded: which input is the nearest may depend on the size of
-        the tensor, as torch's kernels round in different ways.
+        the tensor, as torch's kernels round in different ways. So are sizes that stay while the scale factor says otherwise:
+        whether it counts may depend on the other sizes.
         """
         found = self.relations.items()
-        return [dim for dim, taps in found if taps.ratio is None and (dim in dims or taps.nearest)]
+        by_taps = [*dims, *(dim for dim, taps in found if taps.nearest or taps.inputs == taps.outputs)]
+        return [dim for dim, taps in found if taps.ratio is None and dim in by_taps]
 
     def local(self, task: Task) -> tuple[list[int], list[int], list[float | None], list[slice]]:
         """The spatial sizes of what plain torch's kernel reads and makes on this rank, its scales, and the rank's part of it.
@@ -353,7 +211,7 @@ def interpolate(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     result = dtensors.Meta(tuple(map(int, (*input.shape[:2], *outputs))), (), input.dtype)
     plain = _rounds_plainly(input, outputs)
     single = input.dtype != torch.float64 or (kind.nearest and plain)
-    call = _Call.of(kind, input.shape[2:], outputs, rest, single, plain)
+    call = _Call.of(kind, input.shape[2:], outputs, rest, single, plain, input.device.type == "cpu")
     if not input.is_floating_point() and not kind.nearest:
         sharded = [p.dim for p in input.placements if isinstance(p, Shard)]
         if found := [dim for dim in call.tapped(sharded) if dim in sharded]:
@@ -372,7 +230,7 @@ def interpolate_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[st
     grad, outputs, inputs, *rest = handlers.bind(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, grad, outputs, inputs, *rest)
     single = grad.dtype != torch.float64 or kind.nearest
-    call = _Call.of(kind, inputs[2:], outputs, rest, single, plain=True)
+    call = _Call.of(kind, inputs[2:], outputs, rest, single, plain=True, on_cpu=grad.device.type == "cpu")
     return adjoint(call.backward, grad, call.relations, formatted(result, grad))
 
 

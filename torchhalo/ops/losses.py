@@ -218,7 +218,10 @@ def _check_shapes(op: handlers.Op, tensors: dict[str, DTensor]) -> None:
     sizes = list(input.shape)
     classes = sizes.pop(_class_dim(input))
     if list(target.shape) != sizes or (weight is not None and list(weight.shape) != [classes]):
-        wrong = [None if t is None else torch.zeros((), dtype=t.dtype).expand(t.shape) for t in (input, target, weight)]
+        device = dtensors.device_type(input)
+        wrong = [
+            t if t is None else torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in (input, target, weight)
+        ]
         simulation.without_modes(lambda: op(*wrong, SUM, 0))
 
 

@@ -93,10 +93,16 @@ class Signature:
 _signatures: dict[tuple[int, str], tuple[ref[DTensorSpec], object, Signature]] = {}
 
 
+def device_type(tensor: DTensor) -> str:
+    """Where a tensor is. What stock DTensor gives a rank outside of the mesh for its part is on the CPU."""
+    device, mesh = tensor._local_tensor.device.type, tensor._spec.mesh
+    return mesh.device_type if device == "cpu" != mesh.device_type and mesh.get_coordinate() is None else device
+
+
 def signature(tensor: DTensor) -> Signature:
     """What `cached_on_mesh` may depend on."""
     spec, shard = tensor._spec, tensor._local_tensor
-    device = shard.device.type
+    device = device_type(tensor)
     if is_traced(shard):
         return _signature(spec, device)
     known = _signatures.get((id(spec), device))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchhalo.torch_internals import caching
 from torchhalo.torch_internals.calls import Op
-from torchhalo.torch_internals.dtensors import Meta, Signature, meta
+from torchhalo.torch_internals.dtensors import Meta, Signature, device_type, meta
 from torchhalo.torch_internals.transforms import with_kernel_strides
 
 R = TypeVar("R")
@@ -70,7 +70,7 @@ def _signature(arg: Any) -> Any:
     if isinstance(arg, Signature):
         return *arg.meta, arg.device
     if isinstance(arg, DTensor):
-        return tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype, arg.device.type
+        return tuple(map(int, arg.shape)), tuple(map(int, arg.stride())), arg.dtype, device_type(arg)
     if isinstance(arg, (list, tuple)):
         return tuple(_signature(item) for item in arg)
     return int(arg) if isinstance(arg, torch.SymInt) else arg

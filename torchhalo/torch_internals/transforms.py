@@ -1,4 +1,7 @@
-"""Strides of Fourier transforms on CPUs: fake tensors of torch before 2.13 tell others than those of the kernels."""
+"""Strides of Fourier transforms: fake tensors tell others than those of the kernels.
+
+On CPUs those of torch before 2.13 do; for CUDA they mistake the order of the dims, and some raise.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +43,42 @@ def _strides(shape: Sequence[int], stride: Sequence[int], dims: Sequence[int], l
     others = [dim for dim in range(len(shape)) if dim not in dims and dim not in last]
     found, step = [0] * len(shape), 1
     for dim in reversed([*outermost_first(others), *outermost_first(dims), *last]):
+        found[dim], step = step, step * shape[dim]
+    return tuple(found)
+
+
+#: Dims that cuFFT transforms at once.
+_AT_ONCE = 3
+
+
+def cuda_strides(
+    op: Op, input: Sequence[int], stride: tuple[int, ...], dims: Sequence[int], result: Sequence[int]
+) -> tuple[int, ...]:
+    """The strides of what CUDA's kernels make of a tensor of sizes ``input``; they transform up to three dims at once."""
+    if op == aten._fft_c2c.default:
+        return _by_steps(input, stride, dims)
+    others, last = list(dims[:-1]), dims[-1:]
+    at_once = len(dims) <= _AT_ONCE and tuple(dims[:2]) != (0, 1)
+    if op == aten._fft_r2c.default:
+        return _transformed(result, stride, dims) if at_once else _by_steps(result, _transformed(result, stride, last), others)
+    if at_once or not others:  # of a contiguous copy
+        return _transformed(result, tuple(range(len(input), 0, -1)), dims)
+    return _transformed(result, _by_steps(input, stride, others), last)
+
+
+def _by_steps(shape: Sequence[int], stride: tuple[int, ...], dims: Sequence[int]) -> tuple[int, ...]:
+    """From complex to complex: the innermost dims first."""
+    rest = list(dims)
+    while rest:
+        rest.sort(key=lambda dim: stride[dim], reverse=True)
+        stride, rest = _transformed(shape, stride, rest[-_AT_ONCE:]), rest[:-_AT_ONCE]
+    return stride
+
+
+def _transformed(shape: Sequence[int], stride: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides of ``shape``: dims that are not transformed outermost, as in the input, then ``dims`` in their order."""
+    others = sorted((dim for dim in range(len(shape)) if dim not in dims), key=lambda dim: stride[dim], reverse=True)
+    found, step = [0] * len(shape), 1
+    for dim in reversed([*others, *dims]):
         found[dim], step = step, step * shape[dim]
     return tuple(found)

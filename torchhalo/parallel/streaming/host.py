@@ -115,7 +115,7 @@ class Blocks:
             if size < self.LARGE:
                 chunk = self._one(self.LARGE)
             else:  # a power of two, to which torch would round it up
-                chunk = Block(torch.empty(self.CHUNK, dtype=torch.uint8, pin_memory=self._pinned), None)
+                chunk = Block(torch.empty(self.CHUNK, dtype=torch.uint8, device="cpu", pin_memory=self._pinned), None)
                 self.held += self.CHUNK
             self._free[size] += [Block(part, chunk.copied) for part in chunk.bytes.split(size)]
         return self._free[size].pop()
