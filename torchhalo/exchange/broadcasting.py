@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.relayout import relayout
 from torchhalo.torch_internals import dtensors, redistribution
+from torchhalo.torch_internals.grid_shard import BOXES, at
 
 
 def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -31,10 +32,10 @@ def shared_placements(shape: Sequence[int], tensors: Iterable[DTensor]) -> list[
     def along(axis: int) -> Placement:
         for tensor in tensors:
             placement = tensor.placements[axis]
-            if isinstance(placement, Shard):
+            if isinstance(placement, BOXES):
                 dim = placement.dim + len(shape) - tensor.ndim
                 if tensor.shape[placement.dim] == shape[dim]:  # else it is broadcast along it
-                    return Shard(dim)
+                    return at(placement, dim)
         return Replicate()
 
     return [along(axis) for axis in range(tensors[0].device_mesh.ndim)]
@@ -52,9 +53,9 @@ def own_placements(tensor: DTensor, placements: Sequence[Placement], shape: Sequ
     def own(placement: Placement) -> Placement:
         if placement.is_partial():
             return placement
-        if not isinstance(placement, Shard) or placement.dim < missing:
+        if not isinstance(placement, BOXES) or placement.dim < missing:
             return Replicate()
         dim = placement.dim - missing
-        return Shard(dim) if tensor.shape[dim] == shape[placement.dim] else Replicate()
+        return at(placement, dim) if tensor.shape[dim] == shape[placement.dim] else Replicate()
 
     return [own(placement) for placement in placements]

@@ -27,13 +27,14 @@ def gather_dim(tensors: Sequence[DTensor], dim: int, cause: torch.Tensor | None 
     axes, parts = owned.cuts[dim], owned.parts(dim)
     if not axes:
         return shards
+    largest = max(part.size for part in parts)
 
     def pack(shards: Sequence[torch.Tensor], cause: torch.Tensor | None) -> torch.Tensor:
-        flat = torch.cat([padded(shard, dim, parts[0].size).reshape(-1) for shard in shards])
+        flat = torch.cat([padded(shard, dim, largest).reshape(-1) for shard in shards])
         return flat if cause is None else depend_on(flat, cause)
 
     def unpack(rows: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
+        shapes = [[largest if d == dim else n for d, n in enumerate(shard.shape)] for shard in shards]
         each = rows.split([prod(shape) for shape in shapes], 1)
         return tuple(
             torch.cat([row.view(shape).narrow(dim, 0, part.size) for row, part in zip(flat, parts, strict=True)], dim)
@@ -52,18 +53,19 @@ def scatter_dim(values: Sequence[torch.Tensor], like: Sequence[DTensor], dim: in
     axes, parts = whole.cuts[dim], whole.parts(dim)
     if not axes:
         return tuple(values)
+    largest = max(part.size for part in parts)
 
     def pack(*values: torch.Tensor) -> torch.Tensor:
         return torch.stack(
             [
-                torch.cat([padded(v.narrow(dim, part.start, part.size), dim, parts[0].size).reshape(-1) for v in values])
+                torch.cat([padded(v.narrow(dim, part.start, part.size), dim, largest).reshape(-1) for v in values])
                 for part in parts
             ]
         )
 
     def unpack(row: torch.Tensor, values: Sequence[torch.Tensor], coordinate: Sequence[int]) -> tuple[torch.Tensor, ...]:
         size = parts[whole.part(dim, coordinate)].size
-        shapes = [[parts[0].size if d == dim else n for d, n in enumerate(v.shape)] for v in values]
+        shapes = [[largest if d == dim else n for d, n in enumerate(v.shape)] for v in values]
         each = row.split([prod(shape) for shape in shapes])
         return tuple(flat.view(shape).narrow(dim, 0, size) for flat, shape in zip(each, shapes, strict=True))
 

@@ -15,17 +15,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import Layout, layout
 from torchhalo.geometry import Box, Span
-from torchhalo.geometry.reshapes import factors
+from torchhalo.geometry.reshapes import factors, groups
 from torchhalo.torch_internals import dtensors, process_groups, simulation
 from torchhalo.torch_internals.caching import cached_on_mesh
-from torchhalo.torch_internals.grid_shard import GridShard, has_grid
+from torchhalo.torch_internals.grid_shard import BOXES, GridShard, WindowShard, has_folded
 
 
 class Unfolded(NamedTuple):
     """A shape with the dims of its grids apart.
 
     Attributes:
-        shape, placements: Of the tensor with these dims; none is a `GridShard`.
+        shape, placements: Of the tensor with these dims; of grids, there are only those of one dim.
         dims: For each dim of the folded tensor, those of the unfolded one.
     """
 
@@ -49,8 +49,9 @@ def unfolded(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Unfol
         if isinstance(p, GridShard):
             if grids[p.dim] != p.sizes or prod(p.sizes) != shape[p.dim]:
                 raise NotImplementedError(f"a dim can be one grid only, got {placements} of shape {shape}")
-            p = Shard(starts[p.dim] + p.part)
-        elif isinstance(p, Shard):
+            dim = starts[p.dim] + p.part
+            p = Shard(dim) if p.window == 1 else WindowShard(dim, p.sizes[p.part], p.window)
+        elif isinstance(p, BOXES):
             if p.dim in grids:
                 raise NotImplementedError(f"a dim can be cut as a grid or as a whole, got {placements} of shape {shape}")
             p = Shard(starts[p.dim])
@@ -95,7 +96,7 @@ class _Unfold:
 
 def unfold(tensor: DTensor) -> DTensor:
     """``tensor`` with the dims of its grids apart: a view."""
-    if not has_grid(tensor.placements):
+    if not has_folded(tensor.placements):
         return tensor
     apart = cached_on_mesh(tensor.device_mesh, _Unfold, dtensors.signature(tensor))
     shard, coordinate = dtensors.local(tensor), process_groups.coordinate(tensor.device_mesh)
@@ -152,7 +153,7 @@ class OwnerLayout(NamedTuple):
 
 def owner_layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout | OwnerLayout:
     """The layout of a tensor of which each rank owns a box, if elements may be numbered by owner."""
-    if not has_grid(placements):
+    if not has_folded(placements):
         return layout(shape, mesh, placements)
     dims, apart = apart_layout(shape, mesh, placements)
     return OwnerLayout(apart, dims)
@@ -173,7 +174,11 @@ def positions(tensor: DTensor, coordinate: Sequence[int]) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=4096)
 def grid_placements(source: Layout, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
-    """The placements with which a view in ``shape`` of a tensor with ``placements`` moves nothing; None if there are none."""
+    """The placements with which a view in ``shape`` of a tensor with ``placements`` moves nothing; None if there are none.
+
+    Where an image is split into windows that the cuts run through, each window goes with most of it, and what is joined from
+    such windows is cut again as the image was: there no more than the rest of those windows moves.
+    """
     if not prod(shape):
         return None
     before, after = factors(source.shape, shape), factors(shape, source.shape)
@@ -182,50 +187,82 @@ def grid_placements(source: Layout, placements: tuple[Placement, ...], shape: tu
     firsts = [*accumulate(map(len, before), initial=0)]  # of all factors, the first of each source dim
     places = [(dim, part) for dim, sizes in enumerate(after) for part in range(len(sizes))]
     cut: dict[int, tuple[int, int]] = {}
+    windows: dict[tuple[int, int], int] = {}
     for axis, p in enumerate(placements):
-        if isinstance(p, Shard):
-            if not before[p.dim] or not _between(source, p.dim, before[p.dim]):
+        if isinstance(p, BOXES):
+            window = _window_of(source, p.dim, before[p.dim], shape)
+            if window is None:
                 return None
             cut[axis] = places[firsts[p.dim]]
+            windows[cut[axis]] = window
     found = list(placements)
     for dim, sizes in enumerate(after):
         axes = {axis: part for axis, (other, part) in cut.items() if other == dim}
-        for axis, placement in _along(dim, sizes, axes, source.mesh_shape).items():
+        parts = [
+            _Part(size, tuple(axis for axis, at in axes.items() if at == part), windows.get((dim, part), 1))
+            for part, size in enumerate(sizes)
+        ]
+        for axis, placement in _along(dim, parts, source.mesh_shape, len(shape)).items():
             found[axis] = placement
     return tuple(found)
 
 
-def _between(source: Layout, dim: int, sizes: tuple[int, ...]) -> bool:
-    """Whether the cuts of ``dim``, apart in ``sizes``, are those of the first of these."""
-    return len(sizes) == 1 or _same_cuts(sizes[0], prod(sizes[1:]), source.cuts[dim], source.mesh_shape)
+#: Tensors of fewer dims are no images of a batch with channels.
+_IMAGE = 4
+
+
+def _window_of(source: Layout, dim: int, sizes: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+    """The windows that the first of ``sizes``, apart from which are those that ``dim`` is joined from, counts where it is cut.
+
+    None if it cannot be cut where ``dim`` is, or near there.
+    """
+    if not sizes:
+        return None
+    rows, inner, axes, mesh_shape, window = sizes[0], prod(sizes[1:]), source.cuts[dim], source.mesh_shape, source.window(dim)
+    found = _same_cuts(rows, inner, axes, mesh_shape, window)
+    if found is None and window == 1 and len(source.shape) >= _IMAGE and rows >= prod(mesh_shape[axis] for axis in axes):
+        (group,) = (group for group in groups(source.shape, shape) if dim in group.source)
+        if all(source.shape[other] == 1 for other in group.source if other != dim):
+            return inner
+    return found
 
 
 @lru_cache(maxsize=4096)
-def _same_cuts(rows: int, inner: int, axes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Whether ``axes`` cut ``rows`` rows of ``inner`` elements where they cut the elements."""
-    cuts, whole = (Layout((size,), mesh_shape, (axes,)).parts(0) for size in (rows, rows * inner))
-    pairs = zip(cuts, whole, strict=True)
-    return all((row.start * inner, row.stop * inner) == tuple(span[:2]) or not (row.size or span.size) for row, span in pairs)
+def _same_cuts(rows: int, inner: int, axes: tuple[int, ...], mesh_shape: tuple[int, ...], window: int) -> int | None:
+    """The windows which ``rows`` counts if ``axes`` cut these where they cut rows of ``inner`` elements; None if never.
+
+    Args:
+        window: That of the elements.
+    """
+    whole = Layout((rows * inner,), mesh_shape, (axes,), (window,)).parts(0)
+    for each in (inner * window, 1) if window > 1 else (1,):
+        pairs = zip(Layout((rows,), mesh_shape, (axes,), (each,)).parts(0), whole, strict=True)
+        if all((row.start * inner, row.stop * inner) == tuple(span[:2]) or not (row.size or span.size) for row, span in pairs):
+            return each
+    return None
 
 
 class _Part(NamedTuple):
     size: int
     axes: tuple[int, ...]
+    window: int
 
 
-def _along(dim: int, sizes: tuple[int, ...], axes: dict[int, int], mesh_shape: tuple[int, ...]) -> dict[int, Placement]:
-    """The placements of the axes that cut a dim of ``sizes``, each at one of them.
+def _along(dim: int, given: list[_Part], mesh_shape: tuple[int, ...], ndim: int) -> dict[int, Placement]:
+    """The placements of the axes that cut a dim which is joined from parts.
 
     Parts are joined that need not be apart, so that one grid has one name.
     """
     parts: list[_Part] = []
-    for place, size in enumerate(sizes):
-        part = _Part(size, tuple(axis for axis, at in axes.items() if at == place))
+    for part in given:
         last = parts[-1] if parts else None
-        if last is not None and not part.axes and _same_cuts(last.size, size, last.axes, mesh_shape):
-            part = _Part(last.size * size, parts.pop().axes)
+        if last and not part.axes and last.window == 1 and _same_cuts(last.size, part.size, last.axes, mesh_shape, 1):
+            part = _Part(last.size * part.size, parts.pop().axes, 1)
         parts.append(part)
-    if len(parts) == 1:
+    axes = {axis: place for place, part in enumerate(parts) for axis in part.axes}
+    sizes, window = [part.size for part in parts], parts[0].window if parts else 1
+    if (len(parts) == 1 and window == 1) or (ndim >= _IMAGE and 1 < window == prod(sizes[1:]) and set(axes.values()) == {0}):
         return {axis: Shard(dim) for axis in axes}
-    joined = [part.size for part in parts]
-    return {axis: GridShard(dim, joined, place) for place, part in enumerate(parts) for axis in part.axes}
+    if len(parts) == 1:
+        return {axis: WindowShard(dim, sizes[0], window) for axis in axes}
+    return {axis: GridShard(dim, sizes, place, parts[place].window) for axis, place in axes.items()}

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.geometry import Box, Span, cached_chunks, chunks
+from torchhalo.geometry import Box, Span, cached_chunks, cached_window_chunks, chunks, window_chunks
+from torchhalo.torch_internals.grid_shard import BOXES, WindowShard
 
 
 class Layout(NamedTuple):
@@ -20,6 +21,7 @@ class Layout(NamedTuple):
         shape: Global shape of the tensor.
         mesh_shape: Shape of the mesh.
         cuts: For each dim, the axes that cut it, the outermost cut first.
+        windows: For each dim of windows their size, and 1 for the others; nothing if there are none.
 
     Example:
         >>> layout = Layout(shape=(1, 10), mesh_shape=(4,), cuts=((), (0,)))
@@ -30,11 +32,19 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
+    windows: tuple[int, ...] = ()
+
+    def window(self, dim: int) -> int:
+        """The size of the windows that ``dim`` counts, or 1."""
+        return self.windows[dim] if self.windows else 1
 
     def parts(self, dim: int) -> tuple[Span, ...]:
         """The spans into which ``dim`` is cut, one per combination of coordinates along its axes, in row-major order."""
-        cut = chunks if torch.compiler.is_compiling() else cached_chunks  # dynamo warns of caches, and looks through them
-        return cut(self.shape[dim], tuple(self.mesh_shape[axis] for axis in self.cuts[dim]))
+        counts, window = tuple(self.mesh_shape[axis] for axis in self.cuts[dim]), self.window(dim)
+        tracing = torch.compiler.is_compiling()  # dynamo warns of caches, and looks through them
+        if window > 1:
+            return (window_chunks if tracing else cached_window_chunks)(self.shape[dim], window, counts)
+        return (chunks if tracing else cached_chunks)(self.shape[dim], counts)
 
     def part(self, dim: int, coordinate: Sequence[int]) -> int:
         """Which of ``parts(dim)`` the rank at ``coordinate`` owns."""
@@ -56,22 +66,30 @@ def layout(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
         >>> layout(x.shape, x.device_mesh, x.placements).owned((1,))  # doctest: +SKIP
     """
     cuts: list[tuple[int, ...]] = [() for _ in shape]
+    windows = [1 for _ in shape]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, BOXES):
+            window = placement.window if isinstance(placement, WindowShard) else 1
+            if cuts[placement.dim] and windows[placement.dim] != window:
+                raise NotImplementedError(f"a dim can be cut in one way only, got {placements} of shape {tuple(shape)}")
+            if isinstance(placement, WindowShard) and placement.sizes[0] != shape[placement.dim]:
+                raise NotImplementedError(f"{placement} is of another size than the dim of a tensor of shape {tuple(shape)}")
             cuts[placement.dim] += (axis,)
+            windows[placement.dim] = window
         elif not isinstance(placement, (Partial, Replicate)):
             raise NotImplementedError(
                 f"torchhalo knows Shard, Replicate and Partial, got {placement!r} on mesh axis {axis}: "
                 "redistribute the tensor to one of these first"
             )
-    return Layout(tuple(map(int, shape)), mesh.shape, tuple(cuts))
+    of_windows = any(window > 1 for window in windows)
+    return Layout(tuple(map(int, shape)), mesh.shape, tuple(cuts), tuple(windows) if of_windows else ())
 
 
 def has_layout(tensor: DTensor) -> bool:
     """Whether all placements are such that a rank's shard is a box."""
-    return all(isinstance(p, (Shard, Replicate, Partial)) for p in tensor.placements)
+    return all(isinstance(p, (*BOXES, Replicate, Partial)) for p in tensor.placements)
 
 
 def is_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> bool:
     """Whether different ranks hold different parts of ``dim``."""
-    return any(isinstance(p, Shard) and p.dim == dim and mesh.size(axis) > 1 for axis, p in enumerate(placements))
+    return any(isinstance(p, BOXES) and p.dim == dim and mesh.size(axis) > 1 for axis, p in enumerate(placements))

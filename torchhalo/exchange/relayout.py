@@ -31,7 +31,7 @@ from torchhalo.geometry.reshapes import between, factors, groups, run_of, tiles
 from torchhalo.torch_internals import collectives, dtensors, process_groups, redistribution, simulation
 from torchhalo.torch_internals.caching import cached_on_mesh
 from torchhalo.torch_internals.calls import running_call
-from torchhalo.torch_internals.grid_shard import has_grid, is_grid, move_grids_by
+from torchhalo.torch_internals.grid_shard import BOXES, has_folded, has_grid, is_grid, move_grids_by
 from torchhalo.torch_internals.tracing import depend_on
 
 
@@ -175,11 +175,11 @@ def chunk_placements(
 def _chunk_placements(source: Unfolded, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     placements = list(source.placements)
     if not prod(shape):
-        return tuple(Replicate() if isinstance(p, Shard) else p for p in placements)
+        return tuple(Replicate() if isinstance(p, BOXES) else p for p in placements)
     for group in groups(source.shape, shape):
         left = {dim: shape[dim] for dim in group.target}
         for axis, placement in enumerate(source.placements):
-            if isinstance(placement, Shard) and placement.dim in group.source:
+            if isinstance(placement, BOXES) and placement.dim in group.source:
                 parts = mesh_shape[axis]
                 large = (dim for dim in left if left[dim] >= max(2, parts))
                 dim = next(large, max(left, key=left.__getitem__, default=None))
@@ -199,7 +199,7 @@ def relayout(input: DTensor, result: dtensors.Meta, placements: Sequence[Placeme
         placements: Shard, `GridShard` or Replicate where ``input`` is not Partial.
         about: What watchers of collectives are told; without it, those of moves are told too.
     """
-    if has_grid(placements):
+    if has_folded(placements):
         apart = unfolded(tuple(result.shape), tuple(placements)).placements
         return fold(relayout(input, unfolded_meta(result, placements), apart, about), result, placements)
     input = unfold(input)
@@ -289,7 +289,7 @@ class _View:
         apart = unfolded(tuple(input.meta.shape), tuple(input.placements))
         source = layout(apart.shape, mesh, apart.placements)
         placements: Sequence[Placement] = _chunk_placements(apart, mesh.shape, tuple(result.shape))
-        if not Relayout(source, layout(result.shape, mesh, placements)).unmoved:
+        if source.windows or not Relayout(source, layout(result.shape, mesh, placements)).unmoved:
             placements = grid_placements(source, apart.placements, tuple(result.shape)) or placements
         self._dims, self._owned = apart_layout(result.shape, mesh, placements)
         self.moves = not Relayout(source, self._owned).unmoved
@@ -338,7 +338,7 @@ def with_grids(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     kept = [Replicate() if p.is_partial() and p != q else r for (p, q), r in zip(pairs, apart.placements, strict=True)]
     apart = redistribution.redistribute(apart, kept)
     for dim in range(apart.ndim):
-        axes = [axis for axis, p in enumerate(kept) if p == Shard(dim)]
+        axes = [axis for axis, p in enumerate(kept) if isinstance(p, BOXES) and p.dim == dim]
         if axes and all(placements[axis] == Replicate() for axis in axes):
             kept = [Replicate() if axis in axes else p for axis, p in enumerate(kept)]
             shard = dtensors.local(apart)

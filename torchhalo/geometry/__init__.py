@@ -4,7 +4,19 @@ Knows nothing of torch: no import of it, no tensors, no ranks.
 """
 
 from torchhalo.geometry.relations import Intervals, Piece, Pieces, Relation
-from torchhalo.geometry.spans import Box, Grid, Span, boxes, cached_chunks, chunks, hull, merge, shell
+from torchhalo.geometry.spans import (
+    Box,
+    Grid,
+    Span,
+    boxes,
+    cached_chunks,
+    cached_window_chunks,
+    chunks,
+    hull,
+    merge,
+    shell,
+    window_chunks,
+)
 from torchhalo.geometry.windows import Mirror, Window, crop, overhang
 
 __all__ = [
@@ -19,10 +31,12 @@ __all__ = [
     "Window",
     "boxes",
     "cached_chunks",
+    "cached_window_chunks",
     "chunks",
     "crop",
     "hull",
     "merge",
     "overhang",
     "shell",
+    "window_chunks",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product, starmap
 from math import prod
 from typing import NamedTuple
 
@@ -171,3 +171,18 @@ def chunks(size: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
 
 
 cached_chunks = lru_cache(maxsize=256)(chunks)
+
+
+def window_chunks(count: int, window: int, counts: tuple[int, ...]) -> tuple[Span, ...]:
+    """The parts of ``range(count)`` windows: each goes with most of its elements, which `chunks` has cut.
+
+    None is larger than the largest part of ``chunks(count, counts)``.
+
+    >>> [part.size for part in window_chunks(10, 7, (4,))], [part.size for part in chunks(70, (4,))]
+    ([3, 2, 3, 2], [18, 18, 18, 16])
+    """
+    ends = [0, *((2 * part.stop + window) // (2 * window) for part in chunks(count * window, counts))]
+    return tuple(starmap(Span, pairwise(ends)))
+
+
+cached_window_chunks = lru_cache(maxsize=256)(window_chunks)

@@ -22,28 +22,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchhalo.exchange.relayout import with_placements
 from torchhalo.ops.attention_formula import dot_product
+from torchhalo.ops.attention_inputs import Moved, offer
 from torchhalo.torch_internals import overrides
 from torchhalo.torch_internals.grid_shard import GridShard, at
 
 #: By how much the largest part may exceed an even one: the ranks wait for the one that computes most.
 UNEVEN = 1.1
-#: What watchers of collectives are told that these are about.
-ATTENTION = "attention"
-
-
-class _Moved(torch.autograd.Function):
-    """A tensor with other placements. Adjoint: its gradient with the ones that it had."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-        ctx.placements = tensor.placements
-        return with_placements(tensor, placements, ATTENTION)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:  # type: ignore[override]
-        return _Moved.apply(grad, ctx.placements), None
 
 
 class _Tensor(NamedTuple):
@@ -66,7 +51,7 @@ class _Tensor(NamedTuple):
     def moved(self, cuts: dict[int, Placement]) -> DTensor:
         """The tensor with other cuts along some axes."""
         placements = [cuts.get(axis, p) for axis, p in enumerate(self.tensor.placements)]
-        return _Moved.apply(self.tensor, placements)  # type: ignore[no-any-return,no-untyped-call]
+        return Moved.apply(self.tensor, tuple(placements))  # type: ignore[no-any-return,no-untyped-call]
 
     def cut_along(self, letters: dict[int, str]) -> DTensor:
         """The tensor with some axes cutting the dims of these letters."""
@@ -114,7 +99,7 @@ def _fused(
     ordered = is_causal or dropout_p > 0 or attn_mask is not None
     in_order = ordered and any(isinstance(p, GridShard) for cuts in axes for p in cuts.values())
     # grids would be moved to have their order, and then gathered
-    return (tensors, letters) if in_order or _less(sum(sizes) + out, sum(sizes[1:]), tensors, letters) else None
+    return (tensors, letters) if _less(sum(sizes) + out, sum(sizes[1:]), tensors, letters) or in_order else None
 
 
 def multiply(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -207,9 +192,13 @@ def _less(there_and_back: int, keys: int, tensors: Sequence[_Tensor], letters: d
 
     With gradients the former travel twice, and the latter three times.
     """
-    ranks = prod(tensors[0].tensor.device_mesh.size(axis) for axis in letters)
+    query = tensors[0]
+    ranks = prod(query.tensor.device_mesh.size(axis) for axis in letters)
     training = torch.is_grad_enabled() and any(each.tensor.requires_grad for each in tensors)
-    return 2 * there_and_back < 3 * ranks * keys if training else there_and_back < ranks * keys
+    everywhere = keys * ranks * (1.5 if training else 1)
+    dims = {axis: query.letters.index(letter) for axis, letter in letters.items()}
+    offer(query.tensor, dims, min(there_and_back, everywhere))
+    return there_and_back < everywhere
 
 
 overrides.replace(F.scaled_dot_product_attention)(attend)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torchhalo.exchange.grids import fold, unfold, unfolded_meta
 from torchhalo.exchange.layout import has_layout, layout
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, simulation
-from torchhalo.torch_internals.grid_shard import GridShard, has_grid
+from torchhalo.torch_internals.grid_shard import BOXES, GridShard, WindowShard, has_folded
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     of each rank's partial sums, so only some ranks may copy: they must remain partial sums, or only some would reduce them.
     """
     input, size = args[:2]
-    if has_grid(input.placements):
+    if has_folded(input.placements):
         return _new_grid(op, args, kwargs)
     if not has_layout(input):
         return handlers.stock(op, args, kwargs)
@@ -40,7 +40,7 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     same, like = tuple(size) == tuple(input.shape), len(size) == input.ndim
     kept = same and op is aten.new_empty_strided.default
     placements = [
-        p if (isinstance(p, Shard) and (same or (like and size[p.dim] > 1))) or (kept and p.is_partial()) else Replicate()
+        p if (isinstance(p, BOXES) and (same or (like and _fits(p, size[p.dim])))) or (kept and p.is_partial()) else Replicate()
         for p in input.placements
     ]
     target = layout(size, mesh, placements)
@@ -56,6 +56,10 @@ def new(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     shard = dtensors.local(input)
     shard = shard.new_empty(0, **kwargs) if coordinate is None else simulation.per_rank(kernel, shard, *coordinate)
     return dtensors.wrap(shard, mesh, placements, result)
+
+
+def _fits(placement: Shard | WindowShard, size: int) -> bool:
+    return size == placement.sizes[0] if isinstance(placement, WindowShard) else size > 1
 
 
 def _new_grid(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.layout import has_layout, is_cut
 from torchhalo.exchange.memory import laid_out
@@ -15,6 +15,7 @@ from torchhalo.exchange.windowed import fetch, hull
 from torchhalo.geometry import Window
 from torchhalo.ops.slicing import shifted
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution
+from torchhalo.torch_internals.grid_shard import BOXES
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def _together(op: handlers.Op, tensors: Sequence[DTensor]) -> list[DTensor]:
     """The tensors with the same placements: those of the largest one that is sharded."""
     if all(t.placements == tensors[0].placements for t in tensors):
         return list(tensors)
-    sharded = [t for t in tensors if any(isinstance(p, Shard) for p in t.placements)]
+    sharded = [t for t in tensors if any(isinstance(p, BOXES) for p in t.placements)]
     placements = redistribution.reduced_placements(max(sharded or tensors, key=DTensor.numel).placements)
     return [redistribution.redistribute(t, placements, op) for t in tensors]
 

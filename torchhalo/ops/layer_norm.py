@@ -13,6 +13,7 @@ from torchhalo.ops.normalization import Placements, non_member_gradients, parame
 from torchhalo.ops.reduction import Reduction
 from torchhalo.ops.statistics import deviations, merged, total, wide
 from torchhalo.torch_internals import collectives, dtensors, fake_tensors, handlers, redistribution, simulation
+from torchhalo.torch_internals.grid_shard import BOXES
 from torchhalo.torch_internals.redistribution import local_as
 from torchhalo.torch_internals.tracing import depend_if_empty
 
@@ -84,7 +85,7 @@ def layer_norm(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _along_rows(over: Reduction, lead: int) -> Placements:
     """Of a parameter with one element per place in a row: cut where the row is."""
     return [
-        Shard(p.dim - lead) if axis in over.axes and isinstance(p, Shard) else Replicate()
+        Shard(p.dim - lead) if axis in over.axes and isinstance(p, BOXES) else Replicate()
         for axis, p in enumerate(over.placements)
     ]
 
@@ -158,7 +159,7 @@ def layer_norm_backward(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str
 
         found = list(simulation.per_rank(alone, laid_out(shards[0], grad), laid_out(shards[1], input), *saved, *given_too))
     summed: Placements = [
-        Partial() if isinstance(p, Shard) and axis not in over.axes else q
+        Partial() if isinstance(p, BOXES) and axis not in over.axes else q
         for axis, (p, q) in enumerate(zip(input.placements, parameters, strict=True))
     ]
     wrapped: list[DTensor | None] = [None] * len(mask)

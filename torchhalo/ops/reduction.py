@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torchhalo.exchange.layout import Layout, layout
@@ -23,6 +23,7 @@ from torchhalo.exchange.memory import laid_out
 from torchhalo.geometry import Box
 from torchhalo.ops.statistics import total
 from torchhalo.torch_internals import collectives, dtensors, fake_tensors, handlers, process_groups, redistribution, simulation
+from torchhalo.torch_internals.grid_shard import BOXES, at
 
 aten = torch.ops.aten
 
@@ -84,8 +85,8 @@ class Reduction(NamedTuple):
         return [
             Replicate()
             if axis in self.axes
-            else Shard(p.dim - sum(dim < p.dim for dim in self.dims))
-            if isinstance(p, Shard) and not keepdim
+            else at(p, p.dim - sum(dim < p.dim for dim in self.dims))
+            if isinstance(p, BOXES) and not keepdim
             else p
             for axis, p in enumerate(self.placements)
         ]

@@ -22,6 +22,7 @@ from torchhalo.exchange.windowed import adjoint, exact, fetch, forward, keep
 from torchhalo.geometry import Piece, Pieces, Span, Window
 from torchhalo.ops.inplace import Cut
 from torchhalo.torch_internals import dtensors, fake_tensors, handlers, process_groups, redistribution, simulation, stale_views
+from torchhalo.torch_internals.grid_shard import BOXES, at, has_grid
 
 aten = torch.ops.aten
 
@@ -140,10 +141,10 @@ def shifted(placements: Sequence[Placement], dim: int, by: int) -> list[Placemen
     """The placements after ``dim`` was taken out (-1) or put in (1); Replicate where it was cut."""
     moved: list[Placement] = []
     for p in placements:
-        if isinstance(p, Shard) and by < 0 and p.dim == dim:
+        if isinstance(p, BOXES) and by < 0 and p.dim == dim:
             moved.append(Replicate())
         else:
-            moved.append(Shard(p.dim + by) if isinstance(p, Shard) and p.dim >= dim else p)
+            moved.append(at(p, p.dim + by) if isinstance(p, BOXES) and p.dim >= dim else p)
     return moved
 
 
@@ -240,13 +241,13 @@ def expand(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     input, size = args[:2]
     mesh, more = input.device_mesh, len(size) - input.ndim
     grows = [d for d in range(input.ndim) if input.shape[d] == 1 and size[d + more] not in (1, -1)]
-    if not has_layout(input) or not any(is_cut(mesh, input.placements, dim) for dim in grows):
+    if not has_layout(input) or not (has_grid(input.placements) or any(is_cut(mesh, input.placements, dim) for dim in grows)):
         return handlers.stock(op, args, kwargs)
     (result,) = fake_tensors.plain_result(op, input, size)
     same = {dim: Pieces((Piece(Span(0, size[dim + more]), 0, 0),)) for dim in grows}
     shard = fetch(input, dict(same), result.shape[more:], exact)
     placements = [
-        Shard(p.dim + more) if isinstance(p, Shard) else p for p in redistribution.reduced_placements(input.placements)
+        at(p, p.dim + more) if isinstance(p, BOXES) else p for p in redistribution.reduced_placements(input.placements)
     ]
     coordinate, target = process_groups.coordinate(mesh), layout(result.shape, mesh, placements)
     if coordinate is not None:

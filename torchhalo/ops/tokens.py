@@ -111,6 +111,38 @@ _BROADCASTING: set[handlers.Op] = {
     aten.bernoulli.default,
 }
 
+#: Beside pointwise ops: those whose handlers take windows where these are, along dims that the op does not work along.
+_OF_WINDOWS: set[handlers.Op] = {
+    *FILLS,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._safe_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.slice.Tensor,
+    aten.slice_backward.default,
+    aten.select.int,
+    aten.select_backward.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unbind.int,
+    aten.cat.default,
+    aten.stack.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.linalg_vector_norm.default,
+    aten.expand.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill_.Scalar,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._fused_rms_norm.default,
+    aten._fused_rms_norm_backward.default,
+    aten.native_dropout.default,
+}
+
 _VIEWS = {aten.slice.Tensor, aten.select.int, aten.expand.default}
 _LINKED = {*WRITERS, *VIEWS}
 
@@ -185,7 +217,7 @@ def _unfolded(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any], gr
         return _unfolded_rows(args, kwargs, grids)
     bound = handlers.bind(op, args, kwargs)
     program = cached_on_mesh(grids[0].device_mesh, Program, op, described(bound), _ALONG.get(op))
-    if not program.fits:
+    if not program.fits or (program.windows and op not in _OF_WINDOWS and torch.Tag.pointwise not in op.tags):
         return None
     given: dict[int, DTensor] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchhalo.exchange.grids import unfolded
 from torchhalo.torch_internals import dtensors, handlers
-from torchhalo.torch_internals.grid_shard import has_grid
+from torchhalo.torch_internals.grid_shard import GridShard, WindowShard, has_grid, is_blind
 
 
 class Named(NamedTuple):
@@ -58,7 +59,8 @@ class Program:
     """A call with the dims of the grids apart, as far as shapes tell it.
 
     Attributes:
-        fits: Whether there is one: the op works along no dim that is several then.
+        fits: Whether there is one: the op works along no dim that is several then, and along none of windows.
+        windows: Whether there is a dim of windows, which no more than `WindowShard` tells where it is cut.
         tensors: Place and name of arguments, and their shapes apart: one, or one for each in a list; None for what stays.
         values: Place and name of other arguments that change, and what they become.
         metas: Of the results with the dims joined, once they are known.
@@ -68,13 +70,16 @@ class Program:
         self.tensors: list[tuple[int, str, Any]] = []
         self.values: list[tuple[int, str, Any]] = []
         self.metas: tuple[Any, ...] | None = None
-        self.fits = self._fit(handlers.named(op, given, {}), about)
+        self.windows = False
+        self.fits = self._fit(op, handlers.named(op, given, {}), about)
 
-    def _fit(self, named: dict[str, Any], about: Named | None) -> bool:
+    def _fit(self, op: handlers.Op, named: dict[str, Any], about: Named | None) -> bool:
         every = [each for value in named.values() for each in (value if _is_list(value) else (value,))]
         grids = [each for each in every if isinstance(each, dtensors.Signature) and has_grid(each.placements)]
         widest = max(grids, key=lambda each: prod(each.meta.shape))
-        shape, _, dims = unfolded(widest.meta.shape, widest.placements)
+        shape, placements, dims = unfolded(widest.meta.shape, widest.placements)
+        of_windows = {p.dim for p in placements if isinstance(p, WindowShard)}
+        self.windows = any(isinstance(p, GridShard) and p.window > 1 for each in grids for p in each.placements)
         several = [len(group) > 1 for group in dims]
         places = {name: place for place, name in enumerate(named)}
         if about is not None:
@@ -88,8 +93,14 @@ class Program:
                     if value is None:
                         return False
                     self.values.append((places[name], name, value))
+            if about.dims and not about.inserts and not is_blind(op):
+                along = self.values[0][2]
+                if of_windows & set([along] if isinstance(along, int) else along or ()):
+                    return False
         normalized = named.get("normalized_shape")
-        if normalized is not None and any(several[-len(normalized) :]):
+        if normalized is not None and (
+            any(several[-len(normalized) :]) or of_windows & set(chain.from_iterable(dims[-len(normalized) :]))
+        ):
             return False
         for name, value in named.items():
             parts = value if _is_list(value) else (value,)

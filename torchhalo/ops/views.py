@@ -63,7 +63,7 @@ def squeeze(op: handlers.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     """Handler of ``aten.squeeze``: DTensor's own where no cut dim goes."""
     input = args[0]
     cut = [p for p in input.placements if isinstance(p, (Shard, GridShard))]
-    if not _known(input) or all(isinstance(p, Shard) and input.shape[p.dim] > 1 for p in cut):
+    if not _known(input) or all(not isinstance(p, GridShard) and input.shape[p.dim] > 1 for p in cut):
         return handlers.stock(op, args, kwargs)
     return _view(op, input, fake_tensors.plain_view(op, *args))
 

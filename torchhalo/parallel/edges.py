@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchhalo.exchange.debug import agree
 from torchhalo.exchange.layout import layout
 from torchhalo.exchange.memory import memory_format, strides
+from torchhalo.ops.attention_inputs import ModuleInputs
 from torchhalo.parallel.arrays import placements_for, shard
 from torchhalo.parallel.gradients import Reducer
 from torchhalo.parallel.plain import permit, plain_as_replicated
@@ -47,6 +48,7 @@ class Edges:
                 raise ValueError(f"parallelize: `{name}` must be one of {known}, got {value!r}")
         self.mesh, self.dims, self.inputs, self.outputs, self.methods = mesh, dims, inputs, outputs, tuple(methods)
         self.reducer, self.wrapped = Reducer(mesh), False
+        self._module_inputs = ModuleInputs()
         self._shares = False
         self._agreed: set[tuple[str, ...]] = set()
         self._scopes: list[AbstractContextManager[object] | None] = []
@@ -111,6 +113,7 @@ class Edges:
         """Shard the inputs."""
         if not torch.compiler.is_compiling():
             self.reducer.watch(model)  # also what has been copied, assigned or unfrozen since
+            self._module_inputs.adopt()
             self._agree(model, tensors_in((args, kwargs)))
         dims = next((tensor.ndim for tensor in tensors_in((args, kwargs))), 0)
         args, kwargs = mapped(lambda tensor: self._sharded(tensor, dims), (args, kwargs))
@@ -129,25 +132,33 @@ class Edges:
         if self._scopes:
             return method(*args, **kwargs)
         args, kwargs = self.enter(model, args, kwargs)
-        self.open(model, args)
+        args = self.open(model, args) or args
+        output = None
         try:
             output = method(*args, **kwargs)
         finally:
-            self.close(model, args, None)
+            output = self.close(model, args, output)
         return self.leave(model, args, output)
 
-    def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Open the scope in which plain tensors count as replicated, unless it is open."""
+    def open(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Open the scope in which plain tensors count as replicated, unless it is open.
+
+        Returns:
+            The arguments, if an attention in the module is to have its samples cut.
+        """
         scope = None if self._scopes else plain_as_replicated(gradients="shares" if self._shares else "whole")
         if scope is not None:
             scope.__enter__()
         self._scopes.append(scope)
+        return self._module_inputs.enter(module, args)
 
-    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Close what `open` opened, also after an error."""
+        output = self._module_inputs.leave(module, output)
         scope = self._scopes.pop() if self._scopes else None
         if scope is not None:
             scope.__exit__(None, None, None)
+        return output
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
         """Let a checkpoint of plain tensors into the replicated parameters and buffers."""

@@ -33,7 +33,8 @@ aten = torch.ops.aten
 class GridShard(Placement):
     """Dim ``dim`` was flattened from dims of ``sizes``, and this axis of the mesh cuts the one at ``part``.
 
-    All axes that cut the dim have the same sizes. That one of ``sizes`` is cut as `Shard` would cut it.
+    All axes that cut the dim have the same sizes. That one of ``sizes`` is cut as `Shard` would cut it; or, if it counts
+    windows of ``window`` elements of a dim that was cut as `Shard` does it, each window is where most of it was.
 
     Example:
         The tokens of an image of 6 x 8, cut along its width over two ranks; a rank has half of every row:
@@ -42,17 +43,23 @@ class GridShard(Placement):
         GridShard(dim=1, sizes=(6, 8), part=1)
     """
 
+    dim: int
+
     #: Whether there has been any: until then nobody need look for them.
     met = False
 
-    def __init__(self, dim: int, sizes: Sequence[int], part: int):
+    def __init__(self, dim: int, sizes: Sequence[int], part: int, window: int = 1):
         super().__init__()
-        self.dim, self.sizes, self.part = dim, tuple(sizes), part
+        self.dim, self.sizes, self.part, self.window = dim, tuple(sizes), part, window
         GridShard.met = True
 
     def at(self, dim: int) -> GridShard:
         """The same grid along another dim."""
-        return GridShard(dim, self.sizes, self.part)
+        return GridShard(dim, self.sizes, self.part, self.window)
+
+    def along(self, other: GridShard) -> bool:
+        """Whether the two may cut the same dim, along two axes."""
+        return self.sizes == other.sizes and (self.part != other.part or self.window == other.window)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GridShard) and self._key == other._key
@@ -61,15 +68,43 @@ class GridShard(Placement):
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"GridShard(dim={self.dim}, sizes={self.sizes}, part={self.part})"
+        window = "" if self.window == 1 else f", window={self.window}"
+        return f"GridShard(dim={self.dim}, sizes={self.sizes}, part={self.part}{window})"
 
     def __reduce__(self) -> Any:
         return GridShard, self._key
 
     @property
-    def _key(self) -> tuple[int, tuple[int, ...], int]:
-        return self.dim, self.sizes, self.part
+    def _key(self) -> tuple[int, tuple[int, ...], int, int]:
+        return self.dim, self.sizes, self.part, self.window
 
+
+class WindowShard(GridShard):
+    """A grid of one dim: ``size`` windows, each where most of it was. A rank owns a box, but not the one that `Shard` gives it.
+
+    Example:
+        A dim of 70 elements, cut over four ranks into 18, 18, 18 and 16, split into windows of seven: of the ten windows they
+        get 3, 2, 3 and 2.
+
+        >>> WindowShard(3, size=10, window=7)
+        WindowShard(dim=3, size=10, window=7)
+    """
+
+    def __init__(self, dim: int, size: int, window: int):
+        super().__init__(dim, (size,), 0, window)
+
+    def at(self, dim: int) -> WindowShard:
+        return WindowShard(dim, self.sizes[0], self.window)
+
+    def __repr__(self) -> str:
+        return f"WindowShard(dim={self.dim}, size={self.sizes[0]}, window={self.window})"
+
+    def __reduce__(self) -> Any:
+        return WindowShard, (self.dim, self.sizes[0], self.window)
+
+
+#: The placements that give each rank a box of its own.
+BOXES = (Shard, WindowShard)
 
 Mover = Callable[[DTensor, Sequence[Placement]], DTensor]
 Chunker = Callable[[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], tuple[int, ...]], Sequence[Placement]]
@@ -90,6 +125,11 @@ def move_grids_by(mover: Mover, chunker: Chunker) -> None:
 def has_grid(placements: Sequence[Placement]) -> bool:
     """Whether any of ``placements`` is a `GridShard`."""
     return GridShard.met and any(isinstance(p, GridShard) for p in placements)
+
+
+def has_folded(placements: Sequence[Placement]) -> bool:
+    """Whether any of ``placements`` is a grid of several dims, so that a rank does not own a box."""
+    return GridShard.met and any(isinstance(p, GridShard) and not isinstance(p, WindowShard) for p in placements)
 
 
 def cuts(placement: Placement, dim: int) -> bool:
@@ -114,6 +154,8 @@ _BLIND: set[Op] = {
     aten.bmm.default,
     aten.baddbmm.default,
     aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.linalg_vector_norm.default,
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -208,7 +250,7 @@ def _blindly(stock: Callable[[OpSchema], OutputSharding], schema: OpSchema) -> O
         for p in placements:
             if isinstance(p, GridShard):
                 along = (q for q in placements if getattr(q, "dim", None) == p.dim)
-                if spec.shape[p.dim] != prod(p.sizes) or any(not isinstance(q, GridShard) or q.sizes != p.sizes for q in along):
+                if spec.shape[p.dim] != prod(p.sizes) or any(not isinstance(q, GridShard) or not q.along(p) for q in along):
                     raise _NotBlind
         return _with(spec, placements)
 
