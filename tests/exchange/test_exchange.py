@@ -3,275 +3,24 @@
 from __future__ import annotations
 
 import math
-import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from exchange_cases import Case, Coordinate, cases, delivered, fiber, holds, mesh_of, owned, seeded_cases, wanted
 from harness import DEVICE, Pool, simulated
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchhalo.exchange.assembly import assemble, recipe
-from torchhalo.exchange.layout import Layout
-from torchhalo.exchange.plan import Exchange, Plan, exchange_between
+from torchhalo.exchange.plan import Exchange, Plan
 from torchhalo.exchange.transfer import cut_back, cut_own, fold, group_places, received, start
-from torchhalo.geometry import Box, Mirror, Span, Window
+from torchhalo.geometry import Box, Mirror, Span
 from torchhalo.torch_internals import process_groups, simulation
-
-Coordinate = tuple[int, ...]
-Integer = Callable[[int, int], int]
-
-
-class Case(NamedTuple):
-    """One random exchange.
-
-    Attributes:
-        ranks: The mesh, as nested lists.
-        shape: Of the source: batch, channels, then one or two spatial sizes.
-        homes: For each axis, the dim that it cuts, or -1.
-        windows: One for each spatial dim.
-        sizes: The target's, one for each spatial dim.
-    """
-
-    ranks: list[Any]
-    shape: tuple[int, ...]
-    homes: tuple[int, ...]
-    windows: tuple[Window | Mirror, ...]
-    sizes: tuple[int, ...]
-    channels_last: bool
-
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        shape, level = [], self.ranks
-        while isinstance(level, list):
-            shape.append(len(level))
-            level = level[0]
-        return tuple(shape)
-
-    @property
-    def exchange(self) -> Exchange:
-        cuts = tuple(tuple(axis for axis, home in enumerate(self.homes) if home == dim) for dim in range(len(self.shape)))
-        source = Layout(self.shape, self.mesh_shape, cuts)
-        target = Layout((*self.shape[:2], *self.sizes), self.mesh_shape, cuts)
-        return exchange_between(source, target, dict(enumerate(self.windows, start=2)))
-
-    @property
-    def coordinates(self) -> list[Coordinate]:
-        return list(product(*map(range, self.mesh_shape)))
-
-
-def mesh_of(*shape: int) -> list[Any]:
-    return torch.arange(math.prod(shape)).reshape(shape).tolist()
-
-
-def random_case(integer: Integer, meshes: list[list[Any]]) -> Case:
-    """A case from random integers, which hypothesis or `random` may supply."""
-    ranks = meshes[integer(0, len(meshes) - 1)]
-    ndim = 2 if integer(0, 2) else 1
-    windows: list[Window | Mirror] = []
-    sizes, source = [], []
-    for _ in range(ndim):
-        window = Window(integer(1, 5), integer(1, 3), integer(-2, 6), integer(-2, 6), integer(1, 3))
-        enough = max(0, window.extent - window.before - window.after)  # for one output
-        size = enough + integer(0, 9) if integer(0, 3) else integer(0, 5)
-        if integer(0, 2):
-            windows.append(window)
-            sizes.append(max(0, window.output_size(size)))
-        else:
-            windows.append(window.mirror)
-            sizes.append(max(0, window.mirror.output_size(size, integer(0, window.stride - 1))))
-        source.append(size)
-    dims = [*[2, ndim + 1] * 4, 0, -1]
-    depth = len(Case(ranks, (), (), (), (), False).mesh_shape)
-    homes = tuple(dims[integer(0, len(dims) - 1)] for _ in range(depth))
-    shape = (integer(1, 2), integer(1, 2), *source)
-    return Case(ranks, shape, homes, tuple(windows), tuple(sizes), bool(integer(0, 1)))
-
-
-def cases(meshes: list[list[Any]]) -> st.SearchStrategy[Case]:
-    @st.composite
-    def build(draw: st.DrawFn) -> Case:
-        return random_case(lambda low, high: draw(st.integers(low, high)), meshes)
-
-    return build()
-
-
-def seeded_cases(seed: int, count: int, meshes: list[list[Any]]) -> list[Case]:
-    return [random_case(random.Random(seed * 1000 + i).randint, meshes) for i in range(count)]
-
-
-# What should be, by brute force.
-
-
-def related(window: Window | Mirror, output: int, input: int) -> bool:
-    """Whether ``output`` reads ``input``."""
-    if isinstance(window, Mirror):
-        return related(window.window, input, output)
-    taps, rest = divmod(input + window.before - output * window.stride, window.dilation)
-    return rest == 0 and 0 <= taps < window.kernel
-
-
-def wanted(exchange: Exchange, coordinate: Coordinate) -> torch.Tensor:
-    """Which elements of the source, along the exchange's dims, the target's part at ``coordinate`` reads."""
-    grid = torch.ones([exchange.source.shape[dim] for dim in exchange.dims], dtype=torch.bool)
-    outputs = exchange.target.owned(coordinate)
-    for place, (dim, window) in enumerate(zip(exchange.dims, exchange.windows, strict=True)):
-        line = [any(related(window, o, i) for o in range(*outputs.spans[dim])) for i in range(exchange.source.shape[dim])]
-        grid &= torch.tensor(line, dtype=torch.bool).reshape([-1 if d == place else 1 for d in range(grid.ndim)])
-    return grid
-
-
-def owned(exchange: Exchange, coordinate: Coordinate) -> torch.Tensor:
-    box = exchange.source.owned(coordinate)
-    return counted(exchange, [Box(tuple(box.spans[dim] for dim in exchange.dims))]) > 0
-
-
-def counted(exchange: Exchange, boxes: list[Box] | tuple[Box, ...]) -> torch.Tensor:
-    """How many of ``boxes`` hold each element; a box beyond the tensor raises."""
-    sizes = [exchange.source.shape[dim] for dim in exchange.dims]
-    grid = torch.zeros(sizes, dtype=torch.int64)
-    for box in boxes:
-        assert all(0 <= span.start <= span.stop <= size for span, size in zip(box.spans, sizes, strict=True))
-        grid[tuple(slice(*span) for span in box.spans)] += 1
-    return grid
-
-
-def inside(grid: torch.Tensor) -> torch.Tensor:
-    """The elements of the smallest box around those that are set, set too."""
-    out = torch.zeros_like(grid)
-    if grid.any():
-        found = grid.nonzero()
-        out[tuple(slice(int(a), int(b) + 1) for a, b in zip(found.amin(0), found.amax(0), strict=True))] = True
-    return out
-
-
-@lru_cache(maxsize=64)
-def delivered(exchange: Exchange, coordinate: Coordinate) -> torch.Tensor:
-    """Which elements `assemble` over ``plan.needs`` gives: all that are read, and those in between that the rank has anyway."""
-    reads = wanted(exchange, coordinate)
-    return reads | (inside(reads) & owned(exchange, coordinate))
-
-
-def fiber(case: Case, coordinate: Coordinate) -> list[Coordinate]:
-    """The ranks that take part in one exchange with ``coordinate``, in row-major order of the exchange's axes."""
-    axes = case.exchange.axes
-    return [c for c in case.coordinates if all(c[a] == coordinate[a] for a in range(len(c)) if a not in axes)]
-
-
-def messages(boxes: tuple[Box, ...], counts: tuple[int, ...]) -> list[list[Box]]:
-    """A plan's boxes by peer: they lie in the order of the group, and the counts say how many elements go to each."""
-    queue, by_peer = list(boxes), []
-    for count in counts:
-        mine: list[Box] = []
-        while sum(box.size for box in mine) < count:
-            mine.append(queue.pop(0))
-        assert sum(box.size for box in mine) == count
-        by_peer.append(mine)
-    assert not queue
-    return by_peer
-
-
-# Plans, on paper.
-
-PAPER = [mesh_of(*shape) for shape in [(1,), (2,), (3,), (4,), (5,), (2, 2), (1, 3), (3, 1), (3, 3), (2, 3), (2, 2, 2)]]
-
-
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(cases(PAPER))
-def test_plans_of_all_ranks_agree_and_carry_the_lower_bound(case: Case) -> None:
-    """Each rank gets what it needs and does not own, each element once, and its peers know the very same messages."""
-    exchange = case.exchange
-    plans = {coordinate: exchange.plan(coordinate) for coordinate in case.coordinates}
-    anything = False
-    for coordinate, plan in plans.items():
-        reads, has = wanted(exchange, coordinate), owned(exchange, coordinate)
-        assert torch.equal(counted(exchange, plan.receives), (reads & ~has).long())
-        assert torch.equal(counted(exchange, [plan.owned]) > 0, has)
-        if reads.any():
-            assert torch.equal(counted(exchange, [plan.needs]) > 0, inside(reads))
-        assert sum(plan.received) == int((reads & ~has).sum())
-        anything |= bool(plan.receives)
-
-        peers = fiber(case, coordinate)
-        here = peers.index(coordinate)
-        received = messages(plan.receives, plan.received)
-        assert len(plan.sent) == len(plan.received) == len(peers)
-        assert not received[here] and not plan.sent[here], "nothing is sent to oneself"
-        for there, peer in enumerate(peers):
-            sent = messages(plans[peer].sends, plans[peer].sent)
-            assert sent[here] == received[there]
-            assert all(not (box.size and not _holds(plans[peer].owned, box)) for box in sent[here])
-    assert exchange.needed() == anything
-
-
-def _holds(outer: Box, inner: Box) -> bool:
-    return inner & outer == inner
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(cases(PAPER), st.randoms(use_true_random=False))
-def test_plans_follow_the_order_of_the_group(case: Case, shuffler: random.Random) -> None:
-    """A group that lists its members in another order gets the same messages in that order."""
-    exchange = case.exchange
-    for coordinate in case.coordinates:
-        plain = exchange.plan(coordinate)
-        places = list(range(len(plain.sent)))
-        shuffler.shuffle(places)
-        moved = exchange.plan(coordinate, tuple(places))
-        assert (moved.owned, moved.needs) == (plain.owned, plain.needs)
-        for before, after in (
-            (messages(plain.sends, plain.sent), messages(moved.sends, moved.sent)),
-            (messages(plain.receives, plain.received), messages(moved.receives, moved.received)),
-        ):
-            assert before == [after[place] for place in places]
-
-
-def test_corners_come_from_the_rank_that_owns_them() -> None:
-    case = Case(mesh_of(3, 3), (1, 1, 9, 9), (2, 3), (Window(3, before=1, after=1),) * 2, (9, 9), False)
-    plan = case.exchange.plan((1, 1))
-    assert plan.received == (1, 3, 1, 3, 0, 3, 1, 3, 1)
-    assert plan.needs == Box((Span(2, 7), Span(2, 7)))
-    assert Box((Span(2, 3), Span(2, 3))) in plan.receives and Box((Span(6, 7), Span(6, 7))) in plan.receives
-
-
-def test_gaps_of_a_dilated_window_are_not_sent() -> None:
-    """Outputs 4 and 5 of a 1 x 3 kernel with dilation 4 read 0, 1, 4, 5, 8, 9 and nothing between."""
-    case = Case(mesh_of(5), (1, 1, 10), (2,), (Window(3, before=4, after=4, dilation=4),), (10,), False)
-    plan = case.exchange.plan((2,))
-    assert plan.receives == (Box((Span(0, 2),)), Box((Span(8, 10),)))
-    assert plan.received == (2, 0, 0, 0, 2) and plan.needs == Box((Span(0, 10),))
-
-
-@pytest.mark.parametrize(
-    "window, size, halos",
-    [
-        (Window(1), 8, False),
-        (Window(2, stride=2), 8, False),
-        (Window(2, stride=2), 6, True),
-        (Window(3, before=1, after=1), 8, True),
-        (Window(3, before=1, after=1), 1, False),
-        (Window(1, before=-1), 6, True),
-        (Window(2, stride=2).mirror, 4, False),
-        (Window(3, stride=2, before=1, after=1).mirror, 4, True),
-        (Window(3), 2, False),
-    ],
-    ids=str,
-)
-def test_nothing_is_sent_where_no_rank_lacks_anything(window: Window | Mirror, size: int, halos: bool) -> None:
-    target = max(0, window.output_size(size))
-    case = Case(mesh_of(2), (1, 1, size), (2,), (window,), (target,), False)
-    assert case.exchange.needed() is halos
-
-
-# The exchange itself. All values are whole numbers in float64, so that every comparison is exact.
 
 
 def numbered(case: Case) -> torch.Tensor:
@@ -414,7 +163,7 @@ def kinds(case: Case) -> Iterator[str]:
     if len({plan.owned.size for plan in plans.values()}) > 1:
         yield "uneven shards"
     parts = {plan.owned for plan in plans.values() if plan.owned.size}
-    if any(plan.receives and any(_holds(plan.needs, part) for part in parts - {plan.owned}) for plan in plans.values()):
+    if any(plan.receives and any(holds(plan.needs, part) for part in parts - {plan.owned}) for plan in plans.values()):
         yield "a halo that swallows a shard"
     if any(plan.receives and int(delivered(exchange, c).sum()) < plan.needs.size for c, plan in plans.items()):
         yield "gaps"

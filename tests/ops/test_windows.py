@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -22,6 +23,49 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import torchhalo
 from torchhalo.geometry import chunks, window_chunks
 from torchhalo.torch_internals.grid_shard import GridShard, WindowShard
+
+
+def windows(x: torch.Tensor, size: int, shift: int) -> torch.Tensor:
+    """Attention in shifted windows, as Swin has it: partition, a bias of a table, a mask, and all of it reversed."""
+    b, h, w, c = x.shape
+    y = x.roll((-shift, -shift), (1, 2)) if shift else x
+    y = y.view(b, h // size, size, w // size, size, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size, c)
+    scores = y @ y.transpose(1, 2) + like(x, weight(1, size * size, size * size))
+    if shift:
+        mask = (weight(h * w // size**2, size * size, size * size) > 0).to(x.dtype)
+        scores = scores.view(b, -1, size * size, size * size) + like(x, mask)
+        scores = scores.view(-1, size * size, size * size)
+    y = scores.softmax(-1) @ y
+    y = y.view(b, h // size, w // size, size, size, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
+    return y.roll((shift, shift), (1, 2)) if shift else y
+
+
+@pytest.mark.parametrize("mesh, dims", [((2,), (2,)), ((2,), (1,)), ((3,), (2,)), ((2, 2), (1, 2))])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_windows_send_the_halo_of_the_roll_and_nothing_else(mesh: tuple[int, ...], dims: tuple[int, ...], shift: int) -> None:
+    """Shard edges are edges of windows of 2 x 2; the gradient of the table aside, which is a sum over ranks."""
+    with simulated(math.prod(mesh)):
+        devices = init_device_mesh(DEVICE, mesh)
+        x = weight(2, 12, 12, 3)
+        placements = [Shard(dim) for dim in dims]
+        out = assert_parity(lambda x: windows(x, 2, shift), [x], devices, [placements])
+        assert list(out.placements) == placements
+        source = shard(x, devices, placements).requires_grad_()
+        with wire() as rolls:
+            y = source.roll((-shift, -shift), (1, 2)).roll((shift, shift), (1, 2)) if shift else source * 1
+            y.backward(y.detach())
+        with wire() as sent, torchhalo.strict():
+            y = windows(source, 2, shift)
+            y.backward(y.detach())
+        assert [each.received for each in sent] == [each.received for each in rolls]
+
+
+def test_windows_across_edges() -> None:
+    for mesh, dims, size in (((2,), (2,), 3), ((3,), (2,), 2), ((2, 2), (1, 2), 3)):
+        with simulated(math.prod(mesh)):
+            devices = init_device_mesh(DEVICE, mesh)
+            step = functools.partial(windows, size=size, shift=1)
+            assert_parity(step, [weight(2, 6, 5 * size, 3)], devices, [[Shard(dim) for dim in dims]], long_strides=True)
 
 
 def test_each_window_goes_with_most_of_it() -> None:
