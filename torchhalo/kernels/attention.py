@@ -87,10 +87,13 @@ def written_out(
     outs, sums = [], []
     for start, stop in _slices(query, key):
         scores = _scores(query, key, scale, mask, hidden, start, stop)
-        total = scores.logsumexp(-1)
-        weights = scores.sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
-        outs.append((weights if kept is None else weights.mul_(kept(start, stop))) @ value)
-        sums.append(total)
+        # Not by their logsumexp: a mask so low that it swallows the scores also swallows the logarithm of the number of keys.
+        highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights if kept is None else weights.mul_(kept(start, stop))) @ value
+        outs.append(out.div_(total.clamp(min=1)))  # of a query that sees a key, the highest score alone weighs one
+        sums.append(total.log_().add_(highest).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
