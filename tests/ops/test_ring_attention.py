@@ -150,11 +150,18 @@ def test_queries_that_see_no_key(
         x = [torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3)]
         mask = torch.randn(7, 7, dtype=torch.float64)
         mask[rows], mask[5, :4] = hidden, hidden
-        needs_grad = [hidden > -1e300 or hidden == -math.inf] * 3 + [False]
+        # torch's kernel makes wrong gradients of it, and a ring as well
+        lowest = hidden < -1e300 and hidden != -math.inf
+        needs_grad = [not lowest or (written_out and not ring)] * 3 + [False]
+
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.MATH) if lowest and not isinstance(q, DTensor) else contextlib.nullcontext():
+                return attend(q, k, v, attn_mask=mask)
+
         tolerance = 1e-6 if hidden == -1e9 else 1e-11  # the rounding of the scores there
         mesh = init_device_mesh(DEVICE, (3,))
         any_strides = [None] * 5 if written_out and DEVICE == "cpu" else None
-        assert_parity(attend, [*x, mask], mesh, [[Shard(2)]] * 3 + [[Replicate()]], tolerance, needs_grad, any_strides)
+        assert_parity(function, [*x, mask], mesh, [[Shard(2)]] * 3 + [[Replicate()]], tolerance, needs_grad, any_strides)
 
 
 @pytest.mark.parametrize("keys", [1, 2, 5])

@@ -109,11 +109,13 @@ def written_out_backward(
     hidden: Rows | None,
     kept: Rows | None,
     mask_grad: bool,
+    every_key: bool,
 ) -> list[torch.Tensor]:
     """The gradients of query, key, value and, where wanted, mask, in the dtype of sums.
 
     Args:
         out, sums: Those of the attention over all keys, of which ``key`` may be a part.
+        every_key: Whether ``key`` has all keys that a query sees. Then weights sum to one, however low the mask is.
     """
     heads = key.shape[1]
     query, key, value, grad, out = _wide(query, query, key, value, grad, out)
@@ -124,13 +126,18 @@ def written_out_backward(
     for start, stop in _slices(query, key):
         scores = _scores(query, key, scale, mask, hidden, start, stop)
         weights, above = scores.sub_(sums[:, :, start:stop]).exp_(), grad[:, :, start:stop]
+        near, inside = query[:, :, start:stop], inner[:, :, start:stop]
+        if every_key:  # what multiplies the weights of a query is divided by their sum, as it is smaller than they are
+            total = weights.sum(-1, keepdim=True)
+            total.masked_fill_(total == 0, 1)
+            above, inside = above / total, inside / total
         multiplier = 1 if kept is None else kept(start, stop)
         of_value += (weights * multiplier).mT @ above
-        of_scores = (above @ value.mT).mul_(multiplier).sub_(inner[:, :, start:stop]).mul_(weights)
-        for total in of_mask:
-            part = _along(total, start, stop)
+        of_scores = (above @ value.mT).mul_(multiplier).sub_(inside).mul_(weights)
+        for each in of_mask:
+            part = _along(each, start, stop)
             part += of_scores.sum_to_size(part.shape)
         of_query[:, :, start:stop] = (of_scores @ key).mul_(scale)
-        of_key += (of_scores.mT @ query[:, :, start:stop]).mul_(scale)
+        of_key += (of_scores.mT @ near).mul_(scale)
     shared = [t.unflatten(1, (heads, -1)).sum(2) for t in (of_key, of_value)]
     return [of_query, *shared, *of_mask]
