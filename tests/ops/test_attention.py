@@ -242,8 +242,9 @@ def check_module(name: str, mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
         torch.testing.assert_close(whole(got.grad), want.grad, rtol=0, atol=1e-11)
 
 
-def check_processes(inference: bool, device: str = "cpu") -> None:
-    mesh = mesh_of((3,)) if device == "cpu" else init_device_mesh(device, (1,))
+def check_processes(inference: bool, gpu: str | None = None) -> None:
+    mesh = mesh_of((3,)) if gpu is None else init_device_mesh(gpu, (1,))
+    device = gpu or DEVICE
     x = torch.randn(2, 7, 8, dtype=torch.float64, device=device)
     for make in MODULES.values():
         torch.manual_seed(0)

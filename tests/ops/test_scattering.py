@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from memory import memories
 from torch import nn
-from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhalo
 
@@ -291,6 +294,31 @@ def test_random_embeddings(data: st.DataObject) -> None:
             needs_grad=[True, False],
             memory=data.draw(memories(2)),
         )
+
+
+class Widths(TorchDispatchMode):
+    """How many columns the gradients have of which a kernel makes those of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, (DTensor, LocalTensor)) for t in types):
+            return NotImplemented
+        if func is torch.ops.aten.embedding_dense_backward.default and not isinstance(args[0], FakeTensor):
+            self.found.append(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_without_columns() -> None:
+    """Torch's kernel of CUDA reads and writes where there are none."""
+    with Widths() as widths, simulated(4):
+        with maybe_disable_local_tensor_mode():
+            table, indices = torch.randn(5, 3, dtype=torch.float64), torch.tensor([4, 0, 0, 2])
+        mesh, placements = init_device_mesh(DEVICE, (4,)), [[Shard(1)], [Replicate()]]
+        assert_parity(lambda table, i: F.embedding(i, table), [table, indices], mesh, placements, needs_grad=[True, False])
+    assert widths.found == [3, 1, 1, 1], "of one process, and of the ranks with a column"
 
 
 def test_rows_are_shortened_on_all_ranks() -> None:

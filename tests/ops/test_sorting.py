@@ -35,7 +35,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW_MACHINE)
 @given(data=st.data())
 def test_random_sorts(data: st.DataObject) -> None:
-    """Values and indices; equal elements keep their order, as a stable sort promises and torch's on a CPU does anyway."""
+    """Values and indices; equal elements keep their order, as a stable sort promises and torch's on a CPU does anyway.
+
+    On CUDA, where torch's does not, the indices of another sort are of the values, and all different.
+    """
     mesh, dtype = data.draw(st.sampled_from(MESHES)), data.draw(st.sampled_from(DTYPES))
     shape = tuple(data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
     dim, descending = data.draw(st.integers(-len(shape), len(shape) - 1)), data.draw(st.booleans())
@@ -50,7 +53,13 @@ def test_random_sorts(data: st.DataObject) -> None:
         found = shard(x, init_device_mesh(DEVICE, mesh), placements).sort(dim=dim, descending=descending, **options)
         for got, want in zip(found, expected, strict=True):
             assert got.shape == want.shape and got.stride() == want.stride() and got.dtype == want.dtype
-            torch.testing.assert_close(whole(got), want, rtol=0, atol=0, equal_nan=True)
+        values, indices = map(whole, found)
+        with maybe_disable_local_tensor_mode():
+            torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+            if stable or DEVICE == "cpu":
+                assert torch.equal(indices, expected.indices)
+            torch.testing.assert_close(x.gather(dim, indices), values, rtol=0, atol=0, equal_nan=True)
+            assert (indices.sort(dim).values.diff(dim=dim) > 0).all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW_MACHINE)

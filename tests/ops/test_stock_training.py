@@ -196,11 +196,11 @@ class Training(NamedTuple):
     size: tuple[int, int, int, int]
 
     def layer(self) -> nn.Conv2d:
-        layer = nn.Conv2d(*self.channels, **self.options)
+        layer = nn.Conv2d(*self.channels, **self.options, device="cpu")
         # Far enough from zero, before and after training, that errors can be compared with the values.
         nn.init.uniform_(layer.weight, 0.8, 1.2, generator=torch.Generator().manual_seed(0))
         nn.init.constant_(layer.bias, 2)
-        return layer
+        return layer.to(DEVICE)
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
         """Train; weight and bias after each step."""
@@ -255,7 +255,7 @@ def test_training_at_full_size(pool: Callable[[int], Pool], name: str) -> None:
         trained = [train(two), train(four)]
         expected = [step[0] for step in reference.result()]
     for before, after in zip(TRAININGS[name].layer().parameters(), expected[-1], strict=True):
-        assert (after - before).square().mean() > 1e-3, "training must change what is compared"
+        assert (after - before.to(after.device)).square().mean() > 1e-3, "training must change what is compared"
     for steps in trained:
         for step, want in zip(steps, expected, strict=True):
             for got in step:

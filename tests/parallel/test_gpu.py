@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,14 @@ from torch.distributed.tensor import DTensor
 import torchhalo
 
 
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Plain models are made there, wherever else tests make them."""
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_start_from_the_meta_device(gpu: str) -> None:
     mesh = init_device_mesh(gpu, (1,))
     torch.manual_seed(4)
@@ -34,6 +42,7 @@ def test_start_from_the_meta_device(gpu: str) -> None:
         torch.testing.assert_close(value.cpu(), plain.state_dict()[key], rtol=0, atol=1e-9)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", list(test_checkpoint.OPTIMIZERS))
 def test_a_checkpoint_is_read_on_both_devices(gpu: str, tmp_path: Path, name: str) -> None:
     before, after = range(test_checkpoint.BEFORE), range(test_checkpoint.BEFORE, test_checkpoint.BEFORE + test_checkpoint.AFTER)

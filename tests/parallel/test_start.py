@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import DEVICE
 from pages import execute, snippet
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,7 +53,7 @@ class Net(nn.Module):
 
 @functools.cache
 def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def on_meta(sharded: bool = False, model: type[nn.Module] = Net) -> nn.Module:
@@ -100,7 +101,7 @@ def test_all_ranks_start_with_the_same_values(pool) -> None:
     bound = 1 / math.sqrt(8 * 9)
     weight = expected["first.weight"]
     assert bound * 0.9 < weight.max() <= bound and -bound <= weight.min() < -bound * 0.9 and abs(weight.mean()) < bound / 4
-    assert torch.equal(expected["norm.running_var"], torch.ones(5, dtype=torch.float64))
+    assert torch.equal(expected["norm.running_var"], torch.ones(5, dtype=torch.float64, device="cpu"))
     assert expected["norm.num_batches_tracked"] == 0 and not expected["norm.running_mean"].any()
 
 

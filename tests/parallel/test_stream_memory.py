@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import DEVICE
 from test_stream import Net, assert_same, plain_and_streamed, step
 from torch import nn
 
@@ -93,7 +94,7 @@ def test_pinned_memory_is_lent_after_the_copies_that_use_it(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     held = host.Pinned(torch.device("cpu"), host.Blocks(pinned=False))
-    values = [torch.randn(host.Blocks.LARGE // 4 + 77), torch.randn(100), torch.randn(0)]
+    values = [torch.randn(size, device="cpu") for size in (host.Blocks.LARGE // 4 + 77, 100, 0)]
     for key, value in enumerate(values):
         held.save(key, value.untyped_storage())
     saved = dict(held._saving)
@@ -132,7 +133,17 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels give the same bits twice, which those of CUDA do not otherwise, or raise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_computed_again_is_the_same(dtype: torch.dtype) -> None:
     """To the bit, with less on the host; and dropped numbers are not drawn anew."""
@@ -157,7 +168,7 @@ def test_what_is_computed_again_is_the_same(dtype: torch.dtype) -> None:
                 patch.setattr(overlap, name, value)
             streamed = torchhalo.stream(copy.deepcopy(model), shards=3)
             torch.manual_seed(5)
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float64):
+            with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float64):
                 found.append((step(streamed, x), calls[0]))
     (kept, before), (computed, after) = found
     assert after.programs is not after.traced and before.programs is before.traced

@@ -87,10 +87,13 @@ def written_out(
     outs, sums = [], []
     for start, stop in _slices(query, key):
         scores = _scores(query, key, scale, mask, hidden, start, stop)
-        total = scores.logsumexp(-1)
-        weights = scores.sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
-        outs.append((weights if kept is None else weights.mul_(kept(start, stop))) @ value)
-        sums.append(total)
+        # Not by their logsumexp: a mask so low that it swallows the scores also swallows the logarithm of the number of keys.
+        highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights if kept is None else weights.mul_(kept(start, stop))) @ value
+        outs.append(out.div_(total.clamp(min=1)))  # of a query that sees a key, the highest score alone weighs one
+        sums.append(total.log_().add_(highest).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
@@ -106,11 +109,13 @@ def written_out_backward(
     hidden: Rows | None,
     kept: Rows | None,
     mask_grad: bool,
+    every_key: bool,
 ) -> list[torch.Tensor]:
     """The gradients of query, key, value and, where wanted, mask, in the dtype of sums.
 
     Args:
         out, sums: Those of the attention over all keys, of which ``key`` may be a part.
+        every_key: Whether ``key`` has all keys that a query sees. Then weights sum to one, however low the mask is.
     """
     heads = key.shape[1]
     query, key, value, grad, out = _wide(query, query, key, value, grad, out)
@@ -121,13 +126,18 @@ def written_out_backward(
     for start, stop in _slices(query, key):
         scores = _scores(query, key, scale, mask, hidden, start, stop)
         weights, above = scores.sub_(sums[:, :, start:stop]).exp_(), grad[:, :, start:stop]
+        near, inside = query[:, :, start:stop], inner[:, :, start:stop]
+        if every_key:  # what multiplies the weights of a query is divided by their sum, as it is smaller than they are
+            total = weights.sum(-1, keepdim=True)
+            total.masked_fill_(total == 0, 1)
+            above, inside = above / total, inside / total
         multiplier = 1 if kept is None else kept(start, stop)
         of_value += (weights * multiplier).mT @ above
-        of_scores = (above @ value.mT).mul_(multiplier).sub_(inner[:, :, start:stop]).mul_(weights)
-        for total in of_mask:
-            part = _along(total, start, stop)
+        of_scores = (above @ value.mT).mul_(multiplier).sub_(inside).mul_(weights)
+        for each in of_mask:
+            part = _along(each, start, stop)
             part += of_scores.sum_to_size(part.shape)
         of_query[:, :, start:stop] = (of_scores @ key).mul_(scale)
-        of_key += (of_scores.mT @ query[:, :, start:stop]).mul_(scale)
+        of_key += (of_scores.mT @ near).mul_(scale)
     shared = [t.unflatten(1, (heads, -1)).sum(2) for t in (of_key, of_value)]
     return [of_query, *shared, *of_mask]

@@ -4,8 +4,8 @@ Of a volume on a CPU torch takes oneDNN's kernels only if batch, channels and th
 20,480, and shards come below that sooner than the whole. What it takes there took 3 to 6 times as long on one core of a Xeon,
 forward and backward, for 3x3x3 kernels, 16 to 128 channels and 0.1 to 0.7 million elements.
 
-To an output one element wide, with a stride and in bfloat16, what torch 2.11 takes on CPUs with AMX gives garbage. So does plain
-torch, but shards are that thin where the whole is not. That is computed in float32.
+To an output one element wide, with a stride and in bfloat16, what torch 2.11 takes on CPUs with AMX gives garbage. So does
+plain torch, but shards are that thin where the whole is not. That is computed in float32.
 """
 
 from __future__ import annotations

@@ -224,8 +224,9 @@ class WrittenOut(NamedTuple):
         query, key, value, mask, extra = inputs
         hidden, kept = self._of(part, query, extra)
         sums = saved.sums.reshape(query.shape[:3])
+        every_key = part == part_of(part.rows, Span(0, self.shape[3]), part.causal)
         found = attention.written_out_backward(
-            saved.grad, query, key, value, saved.out, sums, self.scale, cut(mask, part.keys), hidden, kept, mask_grad
+            saved.grad, query, key, value, saved.out, sums, self.scale, cut(mask, part.keys), hidden, kept, mask_grad, every_key
         )
         likes = [query, key, value, *([mask] if mask is not None and mask_grad else [])]
         return [each.to(like.dtype) for each, like in zip(found, likes, strict=True)]
