@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +29,7 @@ from torchhalo.torch_internals import (
 )
 
 aten = torch.ops.aten
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +161,24 @@ def test_collectives_know_axes_in_any_order() -> None:
             assert all(torch.equal(each.flatten(), expected) for each in found._local_tensors.values())
             back = collectives.reduce_scatter(found, mesh, axes)
             assert all(each.item() == 6 * rank for rank, each in back._local_tensors.items())
+
+
+def test_a_thread_that_lets_go_of_tensors_at_the_end_is_waited_for(tmp_path: Path) -> None:
+    """As gloo's do: Python ends threads that want its lock once it is ending itself, and C++ does not stand that."""
+    code = """
+import threading, time
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torchhalo.torch_internals import process_groups
+
+def finish():
+    time.sleep(0.02)
+    open("finished", "w").close()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+process_groups.submesh_group(init_device_mesh("cpu", (1,)), (0,))
+threading.Thread(target=finish, daemon=True).start()
+"""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=120)
+    assert (tmp_path / "finished").exists()
