@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -312,28 +311,15 @@ def test_inference_on_a_submesh(pool) -> None:
     pool(3).run(infer)
 
 
-@contextmanager
-def with_strides_of_cuda() -> Iterator[None]:
-    """Tensors on CUDA have the strides of its kernels inside: they are there, or fake. Before torch 2.13 these sort a copy."""
-
-    def sort_dims(input: torch.Tensor, dims: list[int], exclude_last: bool = False) -> list[int]:
-        sorted_dims, last = (dims[:-1], dims[-1:]) if exclude_last else (dims, [])
-        return [*sorted(sorted_dims, key=lambda dim: input.stride(dim), reverse=True), *last]
-
-    if DEVICE == "cuda":
-        yield
-    else:
-        with FakeTensorMode(), mock.patch.object(torch._meta_registrations, "_sort_dims", sort_dims):
-            yield
-
-
 @pytest.mark.parametrize("dims", [[0], [1], [0, 1], [1, 2], [0, 2], [0, 1, 2]], ids=str)
 def test_strides_of_cuda(dims: list[int]) -> None:
     """Those of its kernels or of torch's fake tensors, which know them if the dims ascend; and one where they do not."""
+    if DEVICE != "cuda" and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 fake tensors do not sort the dims as CUDA does, and the tests run without a GPU")
     length = (4, 3, 5)[dims[-1]]
     ops = (aten._fft_c2c.default, (0, True)), (aten._fft_r2c.default, (0, True)), (aten._fft_c2r.default, (0, 2 * length - 2))
     for order, (op, rest) in itertools.product(itertools.permutations(range(3)), ops):
-        with with_strides_of_cuda():
+        with nullcontext() if DEVICE == "cuda" else FakeTensorMode():
             dtype = torch.float64 if op is aten._fft_r2c.default else torch.complex128
             x = torch.empty([(4, 3, 5)[dim] for dim in order], dtype=dtype, device="cuda")
             x = x.permute([order.index(dim) for dim in range(3)])

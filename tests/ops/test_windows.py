@@ -140,7 +140,8 @@ def test_random_windows(data: st.DataObject) -> None:
     window, across = data.draw(st.integers(2, 4)), data.draw(st.booleans())
     shape = data.draw(st.integers(1, 2)), data.draw(st.integers(3, 9)), data.draw(st.integers(8, 17)), 4
     shape = shape if dims != (1,) else (shape[0], shape[2], shape[1], 4)
-    options = data.draw(st.fixed_dictionaries({"shift": st.integers(0, 1), "norm": st.booleans(), "fused": st.booleans()}))
+    fused = st.booleans() if torch.__version__ >= "2.12" else st.just(False)  # 2.11 cannot simulate it on uneven shards
+    options = data.draw(st.fixed_dictionaries({"shift": st.integers(0, 1), "norm": st.booleans(), "fused": fused}))
     torch.manual_seed(0)
     plain = WindowAttention(window, across=across, **options).double()
     names = [name for name, _ in plain.named_parameters()]
