@@ -58,33 +58,37 @@ class _Tensor(NamedTuple):
         return self.moved({axis: Shard(self.letters.index(letter)) for axis, letter in letters.items()})
 
 
-def attend(*args: Any, **kwargs: Any) -> Any:
-    """`F.scaled_dot_product_attention`, with samples or heads cut where that sends less."""
-    found = _fused(*args, **kwargs)
-    if found is None:
-        return dot_product(*args, **kwargs)
-    tensors, letters = found
-    query, key, value = (each.cut_along(letters) for each in tensors)
-    rest = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
-    out: Any = dot_product(query, key, value, *args[3:], **rest)
-    home = tensors[0].cuts("q")
-    return _Tensor(out, "bhqd").moved(home)
-
-
-def _fused(
+def attend(
     query: Any,
     key: Any,
     value: Any,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **rest: object,
-) -> tuple[list[_Tensor], dict[int, str]] | None:
-    """The tensors of a fused attention, and what the axes that cut their tokens are to cut; None to leave it as it is."""
-    given = (query, key, value)
+    **rest: Any,
+) -> Any:
+    """`F.scaled_dot_product_attention`, with samples or heads cut where that sends less."""
+    found = _fused((query, key, value), attn_mask, is_causal or dropout_p > 0 or attn_mask is not None)
+    if found is None:
+        return dot_product(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    tensors, letters = found
+    query, key, value = (each.cut_along(letters) for each in tensors)
+    out: Any = dot_product(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    home = tensors[0].cuts("q")
+    return _Tensor(out, "bhqd").moved(home)
+
+
+def _fused(given: tuple[Any, ...], mask: Any, ordered: bool) -> tuple[list[_Tensor], dict[int, str]] | None:
+    """The tensors of a fused attention, and what the axes that cut their tokens are to cut; None to leave it as it is.
+
+    Args:
+        given: Queries, keys and values.
+        ordered: Whether it matters where in the order a token is.
+    """
+    query, _, value = given
     if any(not isinstance(t, DTensor) or t.ndim != 4 or t.device_mesh != query.device_mesh for t in given):
         return None
-    if isinstance(attn_mask, DTensor) and any(p != Replicate() for p in attn_mask.placements):
+    if isinstance(mask, DTensor) and any(p != Replicate() for p in mask.placements):
         return None
     tensors = [_Tensor(t, letters) for t, letters in zip(given, ("bhqd", "bhkd", "bhke"), strict=True)]
     axes = [each.cuts("qk") for each in tensors]
@@ -96,7 +100,6 @@ def _fused(
         return None
     sizes = [prod(map(int, t.shape)) for t in given]
     out = sizes[0] // int(query.shape[3]) * int(value.shape[3]) if query.shape[3] else 0
-    ordered = is_causal or dropout_p > 0 or attn_mask is not None
     in_order = ordered and any(isinstance(p, GridShard) for cuts in axes for p in cuts.values())
     # grids would be moved to have their order, and then gathered
     return (tensors, letters) if _less(sum(sizes) + out, sum(sizes[1:]), tensors, letters) or in_order else None

@@ -64,5 +64,4 @@ def _lacks_kernel(query: Any, key: Any, value: Any, mask: Any, dropout: float, c
         return False
     if dropout and randomness.torch_stream():
         return False
-    # a kernel of the CPU drops nothing
-    return bool(dropout and query.device.type == "cpu") or not has_kernel(query, value, mask)
+    return not has_kernel(query, value, mask, dropout > 0)

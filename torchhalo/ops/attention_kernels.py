@@ -73,13 +73,14 @@ def count_visible(part: Part, mask: torch.Tensor | None, sums: torch.Tensor) -> 
     return seen.sum(-1, dtype=sums.dtype).expand(sums.shape)
 
 
-def has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether torch has a fused kernel for such tensors, without dropout; what it has none for is written out.
+def has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, drops: bool) -> bool:
+    """Whether torch has a fused kernel for such tensors; what it has none for is written out.
 
-    Those of CUDA take no float64 and want rows of a multiple of 16 bytes; the one without a mask fills up half types itself.
+    That of a CPU drops nothing. Those of CUDA take no float64 and want rows of a multiple of 16 bytes; the one without a mask
+    fills up half types itself.
     """
     if query.device.type == "cpu":
-        return True
+        return not drops
     whole_rows = not any(t.shape[3] * t.dtype.itemsize % 16 for t in (query, value))
     return query.dtype != torch.float64 and (whole_rows or (mask is None and query.dtype != torch.float32))
 

@@ -117,9 +117,8 @@ class Attention:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether torch has a fused kernel for this: one of a CPU drops nothing."""
-        on_cpu = self.query.device.type == "cpu"
-        return has_kernel(self.query, self.value, self.mask) and not (self.drops and on_cpu)
+        """Whether torch has a fused kernel for this."""
+        return has_kernel(self.query, self.value, self.mask, self.drops)
 
     def kernel(self) -> tuple[Kernel, tuple[torch.Tensor, ...]]:
         """What a rank computes, and this rank's tensors that it needs besides."""
