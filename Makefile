@@ -8,7 +8,7 @@ PYTHON ?= python3
 OTHER := $(filter-out $(PINNED),$(TORCH))
 VENV := .venv$(if $(OTHER),-$(OTHER))
 BIN := $(VENV)/bin
-GPU_TESTS := $(addprefix tests/,exchange kernels ops parallel torch_internals test_examples.py test_readme.py)
+GPU_TESTS := $(addprefix tests/,exchange kernels ops parallel torch_internals test_examples.py)
 READY := $(VENV)/.ready
 DOCS := .venv-docs
 

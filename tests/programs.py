@@ -52,7 +52,7 @@ def run(
 def _serve(program: Path, arguments: list[str], folder: Path, rank: int, ranks: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank % (torch.cuda.device_count() or ranks)),  # by which torch chooses the GPU
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="localhost",

@@ -16,8 +16,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-#: So that NCCL takes ranks that share a GPU for those of several hosts.
-ON_ONE_GPU = 'import os\nos.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}\n'
 
 
 def printed(code: str, folder: Path) -> list[str]:
@@ -34,7 +32,7 @@ def saved(code: str, folder: Path) -> Path:
 
 def printed_under_torchrun(code: str, folder: Path) -> list[str]:
     """The same, started as the README says."""
-    script = saved(ON_ONE_GPU + code, folder)
+    script = saved(code, folder)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # Each rank writes to a file of its own: on one pipe their lines would mix.

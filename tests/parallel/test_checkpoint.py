@@ -274,7 +274,8 @@ def test_a_save_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path) -
 
 KILLED = """
 import os, signal, torchhalo
-os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}  # ranks that may share a GPU
+# For ranks that share a GPU.
+os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
 attempt, rank, save = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), torchhalo.Checkpoints.save
 
 def saved(self, step, *args, **kwargs):
