@@ -36,8 +36,7 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     mesh = init_device_mesh(accelerator.device.type, (int(os.environ["WORLD_SIZE"]),))
     paths = [args.folder / f"slide{number}.tiff" for number in range(2)]
-    if accelerator.is_main_process:
-        write_slides(paths, args.size)
+    accelerator.on_main_process(write_slides)(paths, args.size)
     dist.barrier()
     slides = [zarr.open_array(tifffile.imread(path, aszarr=True), mode="r") for path in paths]
     torch.manual_seed(0)
@@ -52,7 +51,8 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.print(f"step {step + 1}: loss {loss.item():.6f}, this rank has {tuple(slide.to_local().shape)}", flush=True)
+        line = f"step {step + 1}: loss {loss.item():.6f}, this rank has {tuple(slide.to_local().shape)}"
+        accelerator.on_main_process(print)(line, flush=True)
     dist.destroy_process_group()
 
 

@@ -41,13 +41,13 @@ from torchhalo.tools import launch
 from torchhalo.torch_internals import dtensors, simulation
 from torchhalo.torch_internals.grid_shard import GridShard, has_grid
 
-TIMEOUT = 300
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
 #: The ranks are forked from a process that has imported these and done nothing else: each would take seconds for it.
 PRELOAD = ["hypothesis", "pytest", "torch._inductor.compile_fx", "torch.distributed._local_tensor", "torchhalo"]
 # Compilers that many processes share: no workers for each of them, and no vector code, which takes longest to compile.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 DEVICE = os.environ.get("TORCHHALO_TEST_DEVICE", "cpu")
+TIMEOUT = 300 if DEVICE == "cpu" else 900  # ranks of NCCL take turns on their GPU
 if "TORCHHALO_TEST_PARTS" in os.environ:  # 1 to compute in parts wherever that can be, 0 never; else by size
     parts.in_parts(os.environ["TORCHHALO_TEST_PARTS"] == "1").__enter__()
 
@@ -97,23 +97,28 @@ def simulated(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def forked(work: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """A process that does ``work(*args)``, forked with all imports done; it ends with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=work, args=args, daemon=True)
+    # The server, which starts with the first process, asks for a GPU without touching it: what it forks could not then.
+    with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        process.start()
+    return process
+
+
 class Pool:
     """Processes, joined by gloo or NCCL, that run functions of the test modules, the same on every rank."""
 
     def __init__(self, ranks: int, timeout: int = TIMEOUT):
         self._timeout = timeout
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, ranks, self._folder.name, timeout), daemon=True)
-            # Whether there is a GPU is asked without touching it: what is forked later could not.
-            with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-                process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(forked(_serve, theirs, rank, ranks, self._folder.name, timeout))
             self._pipes.append(ours)
-            self._processes.append(process)
         self.broken = False
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

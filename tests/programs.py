@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import PRELOAD
+from harness import forked
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,17 +25,11 @@ def run(
         folder: Where the texts go, in files; it is made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     # As torchrun does, hold the store that the ranks find each other by: no port has to be guessed.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    processes = [
-        context.Process(target=_serve, args=(program, list(map(str, arguments)), folder, rank, ranks, store.port), daemon=True)
-        for rank in range(ranks)
-    ]
+    texts = list(map(str, arguments))
+    processes = [forked(_serve, program, texts, folder, rank, ranks, store.port) for rank in range(ranks)]
     try:
-        for process in processes:
-            process.start()
         for process in processes:
             process.join(seconds)
         codes = [process.exitcode for process in processes]

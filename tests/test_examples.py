@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
@@ -83,13 +82,7 @@ def test_zarr_io(tmp_path: Path) -> None:
 def test_one_gpu(tmp_path: Path) -> None:
     """Without ranks: one process decodes and trains within a budget."""
     command = [sys.executable, str(ROOT / "examples" / "one_gpu.py"), "--size", "48", "--width", "8", "--volume", "16"]
-    done = subprocess.run(
-        [*command, "--memory", "12MB", "--compare"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = subprocess.run([*command, "--memory", "12MB", "--compare"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     ((difference, scale),) = re.findall(r"largest difference from the plain decoder: (\S+) of (\S+)", done.stdout)
     assert float(difference) < 1e-4 * float(scale)  # float32, cut and so summed in another order

@@ -115,7 +115,7 @@ def go_on(folder: str, kind: str, source: str, name: str) -> None:
     checkpoints = torchhalo.Checkpoints(folder)
     assert checkpoints.latest() == BEFORE
     found = checkpoints.load(model, optimizer)
-    assert found is not None and torch.equal(found.pop("rng"), torch.arange(3))
+    assert found is not None and found.pop("rng").tolist() == [0, 1, 2]
     assert found == {"step": BEFORE, "note": (source, name)}
     train(model, optimizer, mesh, range(BEFORE, BEFORE + AFTER))
     for (key, value), (other, got) in zip(expected.state_dict().items(), parameters_of(model).items(), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import mesh_of
+from harness import DEVICE, mesh_of
 from test_criteria import BINARY, GENERATOR, LABELS, LOGITS, ONE_HOT, YES, classes, whole
 from torch import nn
 
@@ -173,7 +173,7 @@ def check_metrics(library: str) -> list[float]:
 def test_metrics(pool, library: str) -> None:
     """The same on every rank, too."""
     first, second = pool(2).run(check_metrics, library)
-    assert first == second and first
+    assert first and first == (second if DEVICE == "cpu" else pytest.approx(second, rel=1e-6))  # CUDA adds in any order
 
 
 #: Those that no case above has, and why.

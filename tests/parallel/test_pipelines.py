@@ -71,7 +71,9 @@ def xl() -> tuple[Any, dict[str, Any]]:
 
     added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32}
     texts = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-    made = StableDiffusionXLPipeline(vae=vae(), unet=unet(**added), scheduler=EulerDiscreteScheduler(), **texts)
+    with torch.device("cpu"):  # it makes arrays of its tables
+        scheduler = EulerDiscreteScheduler()
+    made = StableDiffusionXLPipeline(vae=vae(), unet=unet(**added), scheduler=scheduler, **texts)
     pooled = {"pooled_prompt_embeds": PROMPT[:, 0], "negative_pooled_prompt_embeds": NEGATIVE[:, 0]}
     return made, {"height": SIZE, "width": SIZE, **pooled}
 

@@ -96,6 +96,7 @@ def test_a_training_step_is_that_of_the_plain_model(how: dict[str, Any], shape: 
 
 @pytest.mark.parametrize("name, shards", [("MONAI UNet (3-d)", 5), ("diffusers UNet2DModel", 2)])
 @pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="models are observed on the CPU")
 def test_networks_of_the_field(pool, name: str, shards: int) -> None:
     """As `python -m models --kinds stream` checks more of them: in training mode, with little more memory than they need."""
     case = Case(ZOO[name].make, ZOO[name].inputs, None, True, True, torch.float64, 0)
@@ -193,11 +194,11 @@ def test_arrays_in_and_out(tmp_path: Path) -> None:
     volume[:] = np.random.default_rng(0).standard_normal(volume.shape)
     out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", np.float64, (1, 2, 12, 10, 8))
     with torch.no_grad():
-        expected = net(torch.tensor(volume))
+        expected = net(torch.tensor(volume)).cpu()  # arrays are on the host, and so is what is made of them
         streamed = torchhalo.stream(net, shards=4)
         torch.testing.assert_close(streamed(volume), expected, rtol=0, atol=1e-12)
         streamed(volume, out=out)
-        torch.testing.assert_close(torch.tensor(out), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.from_numpy(out), expected, rtol=0, atol=1e-12)
         with pytest.raises(ValueError, match=r"`out` must have the shape \(1, 2, 12, 10, 8\)"):
             streamed(volume, out=np.zeros((1, 2, 3)))
 
@@ -337,7 +338,8 @@ def test_autocast_and_channels_last() -> None:
     x = torch.randn(1, 3, 18, 16).to(memory_format=torch.channels_last)
     with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
         found, expected = streamed(x), plain(x)
-    assert found.dtype == expected.dtype == torch.bfloat16 and found.stride() == expected.stride()
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert found.is_contiguous(memory_format=torch.channels_last)  # plain's group norm of CUDA returns a contiguous tensor
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 

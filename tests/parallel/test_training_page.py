@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import DEVICE
 from pages import execute, snippet
 from test_training import STEPS, Net, assert_equal, batches, parameters, plain
 from torch import nn
@@ -201,13 +202,13 @@ def check_buffers() -> None:
     """DDP sends the buffers of its first rank to the others before each step."""
     torch.manual_seed(dist.get_rank())  # a model that is not the same on all ranks
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 1, 3)).double()
-    mesh = cached_mesh("cpu", (2, 2), ("data", "space"))
+    mesh = cached_mesh(DEVICE, (2, 2), ("data", "space"))
     model = torchhalo.parallelize(DistributedDataParallel(model, process_group=mesh["data"].get_group()), mesh["space"])
     model = torchhalo.unparallelize(model).module
     one = copy.deepcopy(model)
-    everyone = cached_mesh("cpu", (4,))
+    everyone = cached_mesh(DEVICE, (4,))
     model = torchhalo.parallelize(DistributedDataParallel(model), everyone)
-    taken = [(image, target[:, :, 2:-2, 2:-2]) for image, target in batches(3, "cpu")]
+    taken = [(image, target[:, :, 2:-2, 2:-2]) for image, target in batches(3, DEVICE)]
     expected = stepped(one, taken, clip=float("inf"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for (image, target), loss in zip(taken, expected, strict=True):

@@ -43,7 +43,7 @@ class Executor:
         self._readers: dict[Memory, Callable[[torch.UntypedStorage], None]] = {}
         self._memory: dict[Memory, torch.UntypedStorage] = {}
         self._constants: dict[Memory, torch.UntypedStorage] = {}
-        self._elsewhere: dict[Memory, torch.UntypedStorage] = {}
+        self._elsewhere: dict[Memory, torch.UntypedStorage | None] = {}
         self._host = host_for(device, blocks)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._draws: dict[int, Any] = {}
@@ -145,9 +145,13 @@ class Executor:
         for place, view in instruction.results:
             self._keep(shard, view, outs[place], instruction)
 
-    def _keep(self, shard: int, view: View, tensor: torch.Tensor, instruction: Instruction) -> None:
-        """Put a result where the program has it: a kernel may choose other strides, or return what it was given."""
+    def _keep(self, shard: int, view: View, tensor: torch.Tensor | None, instruction: Instruction) -> None:
+        """Put a result where the program has it: a kernel may choose other strides, return what it was given, or nothing."""
         memory = Memory(shard, view.storage)
+        if tensor is None:
+            self._new(memory)
+            self._elsewhere[memory] = None
+            return
         storage = tensor.untyped_storage()
         if tensor.device != self._device:  # the state of an attention's generator, which its backward reads where it is
             self._new(memory)
@@ -178,10 +182,11 @@ class Executor:
         self._used += storage.nbytes()
         self.peak = max(self.peak, self._used)
 
-    def _tensor(self, shard: int, view: View) -> torch.Tensor:
+    def _tensor(self, shard: int, view: View) -> Any:
         memory = Memory(shard, view.storage)
         if memory in self._elsewhere:
-            return view.of(self._elsewhere[memory])
+            storage = self._elsewhere[memory]
+            return None if storage is None else view.of(storage)
         return view.of(self._memory[memory] if memory in self._memory else self._constants[memory])
 
     def _receive(self, shard: int, step: Step) -> None:
