@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from memory import Memory
+from torch.distributed import device_mesh
 from torch.distributed._local_tensor import (
     LocalTensor,
     LocalTensorMode,
@@ -147,8 +148,23 @@ class Pool:
         self._folder.cleanup()
 
 
+def _group_per_ranks(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes groups for meshes, once for the same ranks: gloo wakes a thread of each a hundred times a second, for ever."""
+    made: dict[Any, Any] = {}
+
+    @functools.wraps(new_group)
+    def wrapper(ranks: Sequence[int], timeout: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        known = tuple(sorted(ranks)), timeout, backend
+        if known not in made:
+            made[known] = new_group(ranks, timeout, backend, **kwargs)
+        return made[known]
+
+    return wrapper
+
+
 def _serve(pipe: Any, rank: int, ranks: int, folder: str, timeout: int) -> None:
     torch.set_num_threads(1)
+    device_mesh.new_group = _group_per_ranks(device_mesh.new_group)
     launch.join(rank, ranks, Path(folder), timedelta(seconds=timeout), DEVICE)
     while True:
         function, args = pipe.recv()
