@@ -35,7 +35,7 @@ class NoDriver:
 
 
 def of_edges(transposed: bool, depthwise: bool, dtype: torch.dtype, format: torch.memory_format) -> None:
-    """Both strips of a shard, forward and of the input's gradient, and the pairs across."""
+    """Both strips of a shard, forward and of the input's gradient, and the pairs across, in one sum and in several."""
     channels = (32, 1) if depthwise else (16, 32) if transposed else (32, 16)
     weight = torch.ones(*channels, 3, 3, dtype=dtype)
     source, target = channels if transposed and not depthwise else (32, 32) if depthwise else channels[::-1]
@@ -47,7 +47,9 @@ def of_edges(transposed: bool, depthwise: bool, dtype: torch.dtype, format: torc
         edge = edges.Edge(2, windows, mirrored, own, Span(7, 8), Span(16, 17), own, ends)
         halo = edges.Halo(given[:, :, :1], given[:, :, :1])
         edges.write_strips(out, given, halo, weight, added, edge)
-    edges.add_pairs(weight, x, halo, edge)
+    for batch in (1, 8):
+        halo = edges.Halo(*(each.expand(batch, *each.shape[1:]) for each in halo))
+        edges.add_pairs(weight, x.expand(batch, *x.shape[1:]), halo, edge)
 
 
 def of_group_norm(dtype: torch.dtype, format: torch.memory_format, shares: Any) -> None:
@@ -88,8 +90,9 @@ def compile_all() -> None:
         ):
             of_group_norm(dtype, format, shares)
         for transposed, depthwise in product((False, True), (False, True)):
-            for dtype, format in ((torch.bfloat16, LAST), (torch.float32, USUAL)):
-                of_edges(transposed, depthwise, dtype, format)
+            for dtype, format in ((torch.bfloat16, LAST), (torch.float32, USUAL), (torch.float64, USUAL)):
+                if depthwise or dtype != torch.float64:
+                    of_edges(transposed, depthwise, dtype, format)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 For its strips cuDNN wants a copy of all that they read, and what the halo adds to the gradient of the weight takes a launch per
 tap. The kernels here, in Triton, read the shard and its halo where they lie and write where the strips belong: one launch for
-all strips, and one for all pairs across the edge. A depthwise convolution has kernels of its own, as it waits for memory.
+all strips, and one for all pairs across the edge. A depthwise convolution has blocks of its own, as it waits for memory.
 
 All tensors are seen with three spatial dims: first the cut one, whichever it is, in coordinates of the whole tensor; then the
 others, the last of which is walked in blocks, together with the channels.
@@ -121,39 +121,32 @@ def _strips(edge: Edge, layouts: Layouts, bias: bool, wide: bool, precision: str
     """The kernel of strips, its grid, and its arguments but for the tensors."""
     first, last = edge.strips[0], edge.strips[-1]
     rows = sum(strip.size for strip in edge.strips)
-    into, before, held, after, filters = (_seen(*layout, edge.dim) for layout in layouts)
-    batch, targets, _, width, length = into.shape
-    sources, lines = held.shape[1], batch * rows * width
-    channels: tuple[int, ...]
-    options: tuple[Any, ...]
-    blocks: tuple[int, ...]
-    if _one_filter(filters.shape, sources, targets):
-        blocks = _block(length, targets, held, STRIP)
-        kernel, channels, options = _kernels("depthwise").strips, (targets,), (wide, *blocks)
-        grid = lines, _count(length, blocks[0]), _count(targets, blocks[1])
+    into, before, held, after, weight = (_seen(*layout, edge.dim) for layout in layouts)
+    filters, depthwise = _filters(weight, held.shape[1], into.shape[1], edge)
+    (sources, targets), (width, length) = filters.shape[:2], into.shape[3:]
+    lines = into.shape[0] * rows * width
+    if depthwise:
+        blocks = _blocks_by_channel(length, targets, held, STRIP)
     else:
-        filters = filters if edge.mirrored else filters.turned()
         blocks = _blocks(length, sources, targets, lambda e, s, t: lines * _count(length, e) * _count(targets, t))
-        kernel, channels, options = _kernels("dense").strips, (sources, targets), (wide, precision, *blocks)
-        grid = lines, _count(length, blocks[0]), _count(targets, blocks[2])
-    return (
-        kernel,
-        grid,
-        (
-            into.stride,
-            (before.stride, held.stride, after.stride),
-            filters.stride,
-            (first.start, first.size, last.start, rows),
-            edge.own.start,
-            (edge.before.start, *edge.held[:2], edge.after.stop),
-            (*channels, width, length, *held.shape[3:]),
-            filters.shape[2:],
-            _parameters(edge),
-            edge.mirrored,
-            bias,
-            *options,
-        ),
+    rest = (
+        into.stride,
+        (before.stride, held.stride, after.stride),
+        filters.stride,
+        (first.start, first.size, last.start, rows),
+        edge.own.start,
+        (edge.before.start, *edge.held[:2], edge.after.stop),
+        (sources, targets, width, length, *held.shape[3:]),
+        filters.shape[2:],
+        _parameters(edge),
+        edge.mirrored,
+        bias,
+        depthwise,
+        wide,
+        precision,
+        *blocks,
     )
+    return _kernels().strips, (lines, _count(length, blocks[0]), _count(targets, blocks[2])), rest
 
 
 def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: Edge) -> None:
@@ -179,54 +172,57 @@ def add_pairs(grad_weight: torch.Tensor, input: torch.Tensor, halo: Halo, edge: 
 @lru_cache(maxsize=4096)
 def _pairs(edge: Edge, layouts: Layouts, wide: bool, precision: str) -> tuple[Any, ...]:
     """As `_strips`; then how the gradient of the weight is seen, and the shape of sums that are to be added to it, if any."""
-    into, own, before, after = (_seen(*layout, edge.dim) for layout in layouts)
-    batch, sources, _, width, length = (before if edge.before.size else after).shape
-    targets, taps = own.shape[1], prod(into.shape[2:])
-    lines = batch * width
-    sums: tuple[int, ...] | None
-    channels: tuple[int, ...]
-    strides: tuple[Any, ...]
-    options: tuple[Any, ...]
-    if _one_filter(into.shape, sources, targets):
-        block_e, block_c = _block(length, targets, own, PAIRS)
-        items = lines * _count(length, block_e)
-        splits = min(SPLITS, items)
-        sums = splits, targets, 1, *into.shape[2:]
-        kernel, channels, grid = _kernels("depthwise").pairs, (targets,), (_count(targets, block_c), taps, splits)
-        strides, options = (), (wide, block_e, block_c)
+    weight, own, before, after = (_seen(*layout, edge.dim) for layout in layouts)
+    batch, channels, _, width, length = (before if edge.before.size else after).shape
+    into, depthwise = _filters(weight, channels, own.shape[1], edge)
+    (sources, targets), taps = into.shape[:2], prod(into.shape[2:])
+    if depthwise:
+        blocks = _blocks_by_channel(length, targets, own, PAIRS)
     else:
-        into = into if edge.mirrored else into.turned()
-        block_e, block_s, block_t = _blocks(length, sources, targets, lambda e, s, t: PROGRAMS)
-        items = lines * _count(length, block_e)
-        programs = _count(sources, block_s) * _count(targets, block_t)
-        # Of the taps those of one row or so meet an edge.
-        splits = max(1, min(PROGRAMS * into.shape[2] // (programs * taps), items // 4))
-        sums = None if splits == 1 else (splits, *into.shape)
-        kernel, channels, grid = _kernels("dense").pairs, (sources, targets), (programs, taps, splits)
-        strides = (into.stride if sums is None else tuple(prod(into.shape[dim + 1 :]) for dim in range(5)),)
-        options = splits == 1, wide, precision, block_e, block_s, block_t
+        blocks = _blocks(length, sources, targets, lambda e, s, t: PROGRAMS)
+    items = batch * width * _count(length, blocks[0])
+    programs = _count(sources, blocks[1]) * _count(targets, blocks[2])
+    # Of the taps those of one row or so meet an edge.
+    splits = min(SPLITS, items) if depthwise else max(1, min(PROGRAMS * into.shape[2] // (programs * taps), items // 4))
+    sums = None if splits == 1 else (splits, *into.shape)
     rest = (
-        *strides,
+        into.stride if sums is None else tuple(prod(into.shape[dim + 1 :]) for dim in range(5)),
         own.stride,
         (before.stride, after.stride),
         edge.own[:2],
         (edge.before[:2], edge.after[:2]),
         items,
-        (*channels, width, length, *own.shape[3:]),
+        (sources, targets, width, length, *own.shape[3:]),
         into.shape[2:],
         _parameters(edge),
         not edge.mirrored,
-        *options,
+        splits == 1,
+        depthwise,
+        wide,
+        precision,
+        *blocks,
     )
-    return kernel, grid, rest, into, sums
+    return _kernels().pairs, (programs, taps, splits), rest, into, sums
+
+
+def _filters(weight: Layout, sources: int, targets: int, edge: Edge) -> tuple[Layout, bool]:
+    """A weight as (sources of each target, targets, taps), and whether each channel has a filter of its own."""
+    depthwise = _one_filter(weight.shape, sources, targets)
+    return (weight if edge.mirrored and not depthwise else weight.turned()), depthwise
 
 
 def _blocks(length: int, sources: int, targets: int, programs: Callable[[int, int, int], int]) -> tuple[int, int, int]:
-    """How much of the last dim and of either side's channels a program of a dense convolution takes: enough for `PROGRAMS`."""
+    """How much a program takes of the last dim and of either side's channels, in powers of two: enough for `PROGRAMS`."""
     e, s, t = (max(SMALLEST, min(LARGEST, _power(size))) for size in (length, sources, targets))
     while programs(e, s, t) < PROGRAMS and max(e, t) > SMALLEST:
         e, t = (e, t // 2) if t >= e else (e // 2, t)
     return e, s, t
+
+
+def _blocks_by_channel(length: int, channels: int, layout: Layout, most: tuple[int, int]) -> tuple[int, int, int]:
+    """The same of a depthwise convolution: more of what lies one behind another, and one source for each target."""
+    along, across = most if layout.stride[4] < layout.stride[1] else most[::-1]
+    return min(along, _power(length)), 1, min(across, _power(channels))
 
 
 def _precision() -> str:
@@ -234,9 +230,9 @@ def _precision() -> str:
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-@lru_cache(maxsize=2)
-def _kernels(kind: str) -> Any:
-    return import_module(f"torchhalo.kernels.triton.{kind}")
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    return import_module("torchhalo.kernels.triton.edges")
 
 
 def _seen(shape: Sequence[int], stride: Sequence[int], dim: int) -> Layout:
@@ -254,12 +250,6 @@ def _parameters(edge: Edge) -> tuple[int, ...]:
     others = [window for dim, window in enumerate(edge.windows, start=2) if dim != edge.dim]
     windows = [cut, *[Window(1)] * (2 - len(others)), *others]
     return tuple(number for window in windows for number in (window.stride, window.before, window.dilation))
-
-
-def _block(length: int, channels: int, layout: Layout, most: tuple[int, int]) -> tuple[int, int]:
-    """What a program takes of the last dim and of the channels, in powers of two."""
-    along, across = most if layout.stride[4] < layout.stride[1] else most[::-1]
-    return min(along, _power(length)), min(across, _power(channels))
 
 
 def _power(size: int) -> int:

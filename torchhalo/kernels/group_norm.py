@@ -69,22 +69,20 @@ class _Walk(NamedTuple):
     """How the programs of a large kernel go over a shard.
 
     Attributes:
-        sizes: Samples, channels, and elements of each.
-        chunk: How many elements of a channel a program has.
+        sizes: Samples, channels, elements of each, and the chunk of those that a program has.
         splits: How many such chunks there are.
         last: Whether the channels are innermost in memory.
         blocks: What a program takes at once of the elements of a channel, and of the channels.
     """
 
-    sizes: tuple[int, int, int]
-    chunk: int
+    sizes: tuple[int, int, int, int]
     splits: int
     last: bool
     blocks: tuple[int, int]
 
     @property
     def grid(self) -> tuple[int, int]:
-        samples, channels, _ = self.sizes
+        samples, channels = self.sizes[:2]
         return samples * -(-channels // self.blocks[1]), self.splits
 
 
@@ -109,13 +107,13 @@ def statistics(input: torch.Tensor, groups: Groups) -> torch.Tensor:
     if not input.numel():
         return parts.zero_()
     walk = _walk(input)
-    samples, channels, _ = walk.sizes
+    samples, channels = walk.sizes[:2]
     partials = input.new_empty((2 * walk.splits + 1) * samples * channels, dtype=_wide(input))
-    kernels, over = _kernels(), (*walk.sizes, walk.chunk, walk.splits)
+    kernels, over = _kernels(), (walk.sizes, walk.splits)
     options = walk.last, _is_wide(input), *walk.blocks, STAGES
     launch(kernels.statistics, walk.grid, (input, partials), (*over, *options), num_warps=_warps(walk.blocks))
     block = min(MERGED, _power(walk.splits * groups.size))
-    launch(kernels.merge_chunks, (samples * groups.groups,), (partials, parts), (*over, *_numbers(groups), block))
+    launch(kernels.merge_chunks, (samples * groups.groups,), (partials, parts), (*over, _numbers(groups), block))
     return parts
 
 
@@ -196,7 +194,7 @@ def applied(
         input if bias is None else bias.contiguous(),
     )
     given = rest is not None, weight is not None, bias is not None
-    numbers = *walk.sizes, walk.chunk, *_numbers(groups), walk.last, *given, _is_wide(input), *walk.blocks, STAGES
+    numbers = walk.sizes, _numbers(groups), walk.last, *given, _is_wide(input), *walk.blocks, STAGES
     launch(_kernels().normalize, walk.grid, tensors, numbers, num_warps=_warps(walk.blocks))
     return out
 
@@ -234,11 +232,11 @@ def products(
     if not input.numel():
         return sums.zero_()
     walk = _walk(input)
-    samples, channels, _ = walk.sizes
+    samples, channels = walk.sizes[:2]
     partials = input.new_empty(2 * walk.splits * samples * channels, dtype=sums.dtype)
     kernels, wide, mean, rstd = _kernels(), _is_wide(input), mean.contiguous(), rstd.contiguous()
     across = min(16, _power(every))
-    rest = *walk.sizes, walk.chunk, walk.splits, *_numbers(groups), walk.last, wide, *walk.blocks, STAGES
+    rest = walk.sizes, walk.splits, _numbers(groups), walk.last, wide, *walk.blocks, STAGES
     launch(kernels.products, walk.grid, (grad, input, mean, partials), rest, num_warps=_warps(walk.blocks))
     tensors = partials, rstd, input if weight is None else weight.contiguous(), sums
     blocks = (
@@ -246,7 +244,7 @@ def products(
         min(max(1, MERGED // across), _power(walk.splits * samples)),
         across,
     )
-    numbers = samples, channels, walk.splits, *_numbers(groups)
+    numbers = (samples, channels, walk.splits), _numbers(groups)
     launch(kernels.merge_products, (rows + -(-every // across),), tensors, (*numbers, weight is not None, wide, *blocks))
     return sums
 
@@ -282,7 +280,7 @@ def input_gradient(
     given = input if weight is None else weight.contiguous()
     tensors = grad, input, out, mean.contiguous(), rstd.contiguous(), given, sums
     options = walk.last, weight is not None, weighted, _is_wide(input), *walk.blocks, STAGES
-    rest = members, *walk.sizes, walk.chunk, *_numbers(groups), *options
+    rest = members, walk.sizes, _numbers(groups), *options
     launch(_kernels().input_gradient, walk.grid, tensors, rest, num_warps=_warps(walk.blocks))
     return out
 
@@ -309,7 +307,7 @@ def _planned(shape: torch.Size, last: bool, tile: int, programs: int) -> _Walk:
         across = min(tile // along, _power(channels))
     rows, tiles = samples * -(-channels // across), -(-length // along)
     chunk = -(-tiles // max(1, min(tiles, programs // rows))) * along
-    return _Walk((samples, channels, length), chunk, -(-length // chunk), last, (along, across))
+    return _Walk((samples, channels, length, chunk), -(-length // chunk), last, (along, across))
 
 
 def _numbers(groups: Groups) -> tuple[int, int, int]:

@@ -38,6 +38,12 @@ def _places(rows, cols, sizes, strides, NDIM: tl.constexpr):
 
 
 @triton.jit
+def _pointers(tensor, rows, cols, sizes, strides, NDIM: tl.constexpr):
+    along, across = _places(rows, cols, sizes, strides, NDIM)
+    return tensor + along[:, None] + across[None, :]
+
+
+@triton.jit
 def _block(count, sizes, NDIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, LARGE: tl.constexpr):
     """The rows and the columns of a program, and which of them there are."""
     blocks = tl.cdiv(sizes[NDIM - 1], COLS)
@@ -116,8 +122,7 @@ def draw(
                 log = tl.log(((bits >> 32) + 1).to(tl.int64).to(tl.float32) * (1.0 / (1 << 32)))
                 radius = tl.sqrt_rn(log * -2.0)
             values = radius * tl.cos(turn * 6.283185307179586) * factor + low
-    along, across = _places(rows, cols, sizes, strides, NDIM)
-    tl.store(out + along[:, None] + across[None, :], values.to(out.dtype.element_ty), mask=there)
+    tl.store(_pointers(out, rows, cols, sizes, strides, NDIM), values.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["seed", "threshold", "scale"])
@@ -145,10 +150,7 @@ def dropout(
     keeps = (_mixed(words + _mixed(_key(seed, drawn))) >> 11) < threshold.to(tl.uint64)
     WIDE: tl.constexpr = out.dtype.element_ty == tl.float64
     SUM: tl.constexpr = tl.float64 if WIDE else tl.float32
-    along, across = _places(rows, cols, sizes, strides[0], NDIM)
-    tl.store(kept + along[:, None] + across[None, :], keeps, mask=there)
-    along, across = _places(rows, cols, sizes, strides[2], NDIM)
-    values = tl.load(input + along[:, None] + across[None, :], mask=there, other=0.0).to(SUM)
-    along, across = _places(rows, cols, sizes, strides[1], NDIM)
+    tl.store(_pointers(kept, rows, cols, sizes, strides[0], NDIM), keeps, mask=there)
+    values = tl.load(_pointers(input, rows, cols, sizes, strides[2], NDIM), mask=there, other=0.0).to(SUM)
     values = values * keeps.to(SUM) * _number(scale, WIDE)
-    tl.store(out + along[:, None] + across[None, :], values.to(out.dtype.element_ty), mask=there)
+    tl.store(_pointers(out, rows, cols, sizes, strides[1], NDIM), values.to(out.dtype.element_ty), mask=there)

@@ -2,6 +2,9 @@
 
 A shard has n samples of c channels of s elements each. In memory either s is innermost, or c (channels-last): ``LAST``. A
 program of the large kernels takes one chunk of s of a block of channels, and walks through it in tiles.
+
+``sizes`` are samples, channels, elements of each, and those of a chunk. ``grouping`` is the rank's first channel, the size of a
+group, and how many groups there are; ``counts`` are samples, channels, and chunks of a channel.
 """
 
 # mypy: ignore-errors
@@ -11,8 +14,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _walk(channels, length, chunk, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
+def _walk(sizes, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
     """Of a program: sample and channels, where its chunk begins and ends, and where in memory the sample and a tile are."""
+    _, channels, length, chunk = sizes
     blocks = tl.cdiv(channels, BLOCK_C)
     n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     e, f = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
@@ -29,21 +33,34 @@ def _walk(channels, length, chunk, LAST: tl.constexpr, BLOCK_S: tl.constexpr, BL
 
 
 @triton.jit
-def _at(at, stop, owned, begin, channels, LAST: tl.constexpr, BLOCK_S: tl.constexpr):
+def _at(at, stop, owned, begin, sizes, LAST: tl.constexpr, BLOCK_S: tl.constexpr):
     """Of one step of the walk: where in memory it is, and which cells of the tile there are."""
-    step = channels if LAST else 1
+    step = sizes[1] if LAST else 1
     here = (at + tl.arange(0, BLOCK_S) < stop)[:, None] & owned[None, :]
     return begin + tl.cast(at, tl.int64) * step, here
+
+
+@triton.jit
+def _cell(n, c, grouping):
+    """Where the numbers of a sample and of a channel's group are."""
+    first, size, groups = grouping
+    return n * groups + (first + c) // size
+
+
+@triton.jit
+def _members(row, channels, grouping):
+    """Of a sample and a group: the sample, and which of the rank's channels are in the group, the first and how many."""
+    first, size, groups = grouping
+    n, g = row // groups, row % groups
+    low = tl.maximum(g * size - first, 0)
+    return n, low, tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
 
 
 @triton.jit
 def statistics(
     x,
     partials,
-    samples,
-    channels,
-    length,
-    chunk,
+    sizes,
     splits,
     LAST: tl.constexpr,
     WIDE: tl.constexpr,
@@ -53,14 +70,15 @@ def statistics(
 ):
     """Of each chunk: the mean, less the channel's first element, and the sum of squared deviations; and that first element."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
+    samples, channels, length, _ = sizes
+    n, c, owned, start, stop, begin, tile = _walk(sizes, LAST, BLOCK_S, BLOCK_C)
     e = tl.arange(0, BLOCK_S)
     lines = tl.arange(0, BLOCK_C) * (1 if LAST else length)
     origin = tl.load(x + begin + lines, mask=owned, other=0.0).to(ACC)
     mean = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     squares = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
-        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        place, here = _at(at, stop, owned, begin, sizes, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC) - origin[None, :]
         apart = tl.where(here, values - mean, 0.0)
         mean += apart * (1.0 / ((at - start) // BLOCK_S + 1).to(ACC))
@@ -81,37 +99,47 @@ def statistics(
 
 
 @triton.jit
-def merge_chunks(partials, parts, samples, channels, length, chunk, splits, first, size, groups, BLOCK: tl.constexpr):
-    """Of each sample and group: mean and mean of squared deviations over chunks and the rank's channels."""
-    n, g = tl.program_id(0) // groups, tl.program_id(0) % groups
-    low = tl.maximum(g * size - first, 0)
-    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
+def _chunks(i, partials, n, low, width, sizes, splits):
+    """Of some chunks of a group: which there are, how many elements each has, their mean, and the sum of squared deviations."""
+    samples, channels, length, chunk = sizes
     cells = samples * channels
-    items = width * splits
+    here = i < width * splits
+    split, place = i // width, n * channels + low + i % width
+    count = tl.minimum(length - split * chunk, chunk).to(tl.float64)
+    center = tl.load(partials + split * cells + place, mask=here, other=0.0).to(tl.float64)
+    origin = tl.load(partials + 2 * splits * cells + place, mask=here, other=0.0).to(tl.float64)
+    squares = tl.load(partials + (splits + split) * cells + place, mask=here, other=0.0).to(tl.float64)
+    return here, count, origin + center, squares
+
+
+@triton.jit
+def merge_chunks(partials, parts, sizes, splits, grouping, BLOCK: tl.constexpr):
+    """Of each sample and group: mean and mean of squared deviations over chunks and the rank's channels."""
+    samples, channels, length, _ = sizes
+    row, rows = tl.program_id(0), samples * grouping[2]
+    n, low, width = _members(row, channels, grouping)
     total = tl.maximum(width, 1).to(tl.float64) * length
     sums = tl.zeros((BLOCK,), tl.float64)
-    for at in range(0, items, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        here = i < items
-        split, place = i // width, n * channels + low + i % width
-        count = tl.minimum(length - split * chunk, chunk).to(tl.float64)
-        center = tl.load(partials + split * cells + place, mask=here, other=0.0).to(tl.float64)
-        origin = tl.load(partials + 2 * splits * cells + place, mask=here, other=0.0).to(tl.float64)
-        sums += tl.where(here, count * (origin + center), 0.0)
+    for at in range(0, width * splits, BLOCK):
+        here, count, center, _squares = _chunks(at + tl.arange(0, BLOCK), partials, n, low, width, sizes, splits)
+        sums += tl.where(here, count * center, 0.0)
     mean = tl.sum(sums, 0) / total
     sums = tl.zeros((BLOCK,), tl.float64)
-    for at in range(0, items, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        here = i < items
-        split, place = i // width, n * channels + low + i % width
-        count = tl.minimum(length - split * chunk, chunk).to(tl.float64)
-        center = tl.load(partials + split * cells + place, mask=here, other=0.0).to(tl.float64)
-        squares = tl.load(partials + (splits + split) * cells + place, mask=here, other=0.0).to(tl.float64)
-        origin = tl.load(partials + 2 * splits * cells + place, mask=here, other=0.0).to(tl.float64)
-        apart = origin + center - mean
+    for at in range(0, width * splits, BLOCK):
+        here, count, center, squares = _chunks(at + tl.arange(0, BLOCK), partials, n, low, width, sizes, splits)
+        apart = center - mean
         sums += tl.where(here, squares + count * apart * apart, 0.0)
-    tl.store(parts + tl.program_id(0), mean)
-    tl.store(parts + samples * groups + tl.program_id(0), tl.sum(sums, 0) / total)
+    tl.store(parts + row, mean)
+    tl.store(parts + rows + row, tl.sum(sums, 0) / total)
+
+
+@triton.jit
+def _of_rank(rank, parts, shares, i, here, cells, groups, BY_GROUP: tl.constexpr):
+    """The share that a rank has of all elements, its mean, and its mean of squared deviations."""
+    share = tl.load(shares + (rank * groups + i % groups if BY_GROUP else rank + i * 0), mask=here, other=0.0)
+    mean = tl.load(parts + 2 * rank * cells + i, mask=here, other=0.0)
+    squares = tl.load(parts + (2 * rank + 1) * cells + i, mask=here, other=0.0)
+    return share, mean, squares
 
 
 @triton.jit
@@ -123,13 +151,12 @@ def merge_ranks(parts, shares, few, ranks, samples, groups, EPS: tl.constexpr, B
     origin = tl.load(parts + i, mask=here, other=0.0)
     center = tl.zeros((BLOCK,), tl.float64)
     for rank in range(ranks):
-        share = tl.load(shares + (rank * groups + i % groups if BY_GROUP else rank + i * 0), mask=here, other=0.0)
-        center += share * (tl.load(parts + 2 * rank * cells + i, mask=here, other=0.0) - origin)
+        share, mean, _squares = _of_rank(rank, parts, shares, i, here, cells, groups, BY_GROUP)
+        center += share * (mean - origin)
     variance = tl.zeros((BLOCK,), tl.float64)
     for rank in range(ranks):
-        share = tl.load(shares + (rank * groups + i % groups if BY_GROUP else rank + i * 0), mask=here, other=0.0)
-        apart = tl.load(parts + 2 * rank * cells + i, mask=here, other=0.0) - origin - center
-        squares = tl.load(parts + (2 * rank + 1) * cells + i, mask=here, other=0.0)
+        share, mean, squares = _of_rank(rank, parts, shares, i, here, cells, groups, BY_GROUP)
+        apart = mean - origin - center
         variance += share * (squares + apart * apart)
     mean = origin + center
     rounded = mean.to(few.dtype.element_ty)
@@ -148,13 +175,8 @@ def normalize(
     rest,
     weight,
     bias,
-    samples,
-    channels,
-    length,
-    chunk,
-    first,
-    size,
-    groups,
+    sizes,
+    grouping,
     LAST: tl.constexpr,
     REST: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -165,8 +187,8 @@ def normalize(
     STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    cell = n * groups + (first + c) // size
+    n, c, owned, start, stop, begin, tile = _walk(sizes, LAST, BLOCK_S, BLOCK_C)
+    cell = _cell(n, c, grouping)
     center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
     scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
     if WEIGHT:
@@ -177,7 +199,7 @@ def normalize(
     if BIAS:
         shift += tl.load(bias + c, mask=owned, other=0.0).to(ACC)
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
-        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        place, here = _at(at, stop, owned, begin, sizes, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         values = (values - center[None, :]) * scale[None, :] + shift[None, :]
         tl.store(out + place + tile, values.to(out.dtype.element_ty), mask=here)
@@ -189,14 +211,9 @@ def products(
     x,
     mean,
     partials,
-    samples,
-    channels,
-    length,
-    chunk,
+    sizes,
     splits,
-    first,
-    size,
-    groups,
+    grouping,
     LAST: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -205,16 +222,17 @@ def products(
 ):
     """Of each chunk the sums of the gradient, and of its product with the deviations."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    center = tl.load(mean + n * groups + (first + c) // size, mask=owned, other=0.0).to(ACC)
+    n, c, owned, start, stop, begin, tile = _walk(sizes, LAST, BLOCK_S, BLOCK_C)
+    center = tl.load(mean + _cell(n, c, grouping), mask=owned, other=0.0).to(ACC)
     sums = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     slopes = tl.zeros((BLOCK_S, BLOCK_C), ACC)
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
-        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        place, here = _at(at, stop, owned, begin, sizes, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
         sums += grads
         slopes += grads * (values - center[None, :])
+    samples, channels, _, _ = sizes
     cells = samples * channels
     place = tl.program_id(1) * cells + n * channels + c
     tl.store(partials + place, tl.sum(sums, 0), mask=owned)
@@ -222,26 +240,10 @@ def products(
 
 
 @triton.jit
-def _products_of_group(
-    row,
-    partials,
-    weight,
-    sums,
-    samples,
-    channels,
-    splits,
-    first,
-    size,
-    groups,
-    WEIGHT: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    n, g = row // groups, row % groups
-    low = tl.maximum(g * size - first, 0)
-    width = tl.maximum(tl.minimum(g * size + size - first, channels) - low, 0)
-    cells = samples * channels
-    items = width * splits
+def _of_group(row, partials, weight, sums, counts, grouping, WEIGHT: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    samples, channels, splits = counts
+    n, low, width = _members(row, channels, grouping)
+    cells, items = samples * channels, width * splits
     grads = tl.zeros((BLOCK,), ACC)
     slopes = tl.zeros((BLOCK,), ACC)
     for at in range(0, items, BLOCK):
@@ -258,25 +260,15 @@ def _products_of_group(
         grads += one
         slopes += two
     tl.store(sums + row, tl.sum(grads, 0))
-    tl.store(sums + samples * groups + row, tl.sum(slopes, 0))
+    tl.store(sums + samples * grouping[2] + row, tl.sum(slopes, 0))
 
 
 @triton.jit
-def _products_of_channels(
-    block,
-    partials,
-    rstd,
-    sums,
-    samples,
-    channels,
-    splits,
-    first,
-    size,
-    groups,
-    ACC: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+def _of_channels(
+    block, partials, rstd, sums, counts, grouping, ACC: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr
 ):
+    samples, channels, splits = counts
+    first, size, groups = grouping
     every = block * BLOCK_C + tl.arange(0, BLOCK_C)
     c, g = every - first, every // size
     owned = (c >= 0) & (c < channels)
@@ -302,12 +294,8 @@ def merge_products(
     rstd,
     weight,
     sums,
-    samples,
-    channels,
-    splits,
-    first,
-    size,
-    groups,
+    counts,
+    grouping,
     WEIGHT: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -319,14 +307,12 @@ def merge_products(
     A program has a sample and a group, or a block of channels.
     """
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    rows = samples * groups
+    rows = counts[0] * grouping[2]
     id = tl.program_id(0)
     if id < rows:
-        _products_of_group(id, partials, weight, sums, samples, channels, splits, first, size, groups, WEIGHT, ACC, BLOCK)
+        _of_group(id, partials, weight, sums, counts, grouping, WEIGHT, ACC, BLOCK)
     else:
-        _products_of_channels(
-            id - rows, partials, rstd, sums, samples, channels, splits, first, size, groups, ACC, BLOCK_I, BLOCK_C
-        )
+        _of_channels(id - rows, partials, rstd, sums, counts, grouping, ACC, BLOCK_I, BLOCK_C)
 
 
 @triton.jit
@@ -339,13 +325,8 @@ def input_gradient(
     weight,
     sums,
     members,
-    samples,
-    channels,
-    length,
-    chunk,
-    first,
-    size,
-    groups,
+    sizes,
+    grouping,
     LAST: tl.constexpr,
     WEIGHT: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -355,13 +336,13 @@ def input_gradient(
     STAGES: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    n, c, owned, start, stop, begin, tile = _walk(channels, length, chunk, LAST, BLOCK_S, BLOCK_C)
-    cell = n * groups + (first + c) // size
+    n, c, owned, start, stop, begin, tile = _walk(sizes, LAST, BLOCK_S, BLOCK_C)
+    cell = _cell(n, c, grouping)
     center = tl.load(mean + cell, mask=owned, other=0.0).to(ACC)
     scale = tl.load(rstd + cell, mask=owned, other=0.0).to(ACC)
     factor = -scale / tl.cast(members, ACC)
     shift = tl.load(sums + cell, mask=owned, other=0.0) * factor
-    slope = tl.load(sums + samples * groups + cell, mask=owned, other=0.0) * factor * scale * scale
+    slope = tl.load(sums + sizes[0] * grouping[2] + cell, mask=owned, other=0.0) * factor * scale * scale
     if WEIGHT:
         gain = tl.load(weight + c, mask=owned, other=0.0).to(ACC)
         scale *= gain
@@ -369,7 +350,7 @@ def input_gradient(
             shift *= gain
             slope *= gain
     for at in tl.range(start, stop, BLOCK_S, num_stages=STAGES):
-        place, here = _at(at, stop, owned, begin, channels, LAST, BLOCK_S)
+        place, here = _at(at, stop, owned, begin, sizes, LAST, BLOCK_S)
         values = tl.load(x + place + tile, mask=here, other=0.0).to(ACC)
         grads = tl.load(grad + place + tile, mask=here, other=0.0).to(ACC)
         values = grads * scale[None, :] + ((values - center[None, :]) * slope[None, :] + shift[None, :])
