@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Pool
 from hypothesis import settings
+from pools import Pool
 
 import torchhalo
 

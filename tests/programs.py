@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import forked
+from pools import forked
 
 ROOT = Path(__file__).parent.parent
 

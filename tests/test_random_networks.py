@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import Pool
+from pools import Pool
 from random_networks.network import BLOCKS, Network, build, compare, draw
 from random_networks.runner import joined
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from exchange_cases import Case, Coordinate, cases, delivered, fiber, holds, mesh_of, owned, seeded_cases, wanted
-from harness import DEVICE, Pool, simulated
+from harness import DEVICE, simulated
 from hypothesis import HealthCheck, given, settings
+from pools import Pool
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 

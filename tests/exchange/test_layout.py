@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICE, Pool, simulated
+from harness import DEVICE, simulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pools import Pool
 from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor

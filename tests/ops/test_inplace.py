@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Pool, assert_parity, mesh_of, shard, simulated, whole, wire
+from harness import DEVICE, assert_parity, mesh_of, shard, simulated, whole, wire
+from pools import Pool
 from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import DEVICE, Pool, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
+from harness import DEVICE, Sent, assert_parity, mesh_of, shard, simulated, whole, wire
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from memory import memories
+from pools import Pool
 from torch import nn
 from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICE, Pool, whole
+from harness import DEVICE, whole
+from pools import Pool
 from stock import SIZE, Model, Run, assert_same_gradients, grid_mesh, line_mesh, mean_square, random, replicated
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

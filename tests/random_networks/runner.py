@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from math import prod
 
-from harness import Pool
+from pools import Pool
 
 from random_networks import network as networks
 from random_networks.network import Network, Result

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PRELOAD
+from pools import PRELOAD
 from torch import nn
 from torch.distributed.tensor import DTensor
 
