@@ -50,7 +50,10 @@ def main() -> None:
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=10.0)
         optimizer.step()
-        fabric.print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+        line = f"step {step + 1}: loss {loss.item():.6f}"
+        if fabric.is_global_zero:
+            print(line, flush=True)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

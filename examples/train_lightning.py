@@ -28,8 +28,7 @@ class Segmentation(lightning.LightningModule):
         torchhalo.parallelize(self.net, self.device_mesh["tensor_parallel"])
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
-        image, labels = batch
-        loss = F.cross_entropy(self.net(image), labels)
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.print(f"step {self.global_step + 1}: loss {loss.item():.6f}", flush=True)
         return loss
 
@@ -54,6 +53,7 @@ def main() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(devices=ranks, strategy=strategy, max_epochs=1, use_distributed_sampler=False, **quiet)
     trainer.fit(Segmentation(), DataLoader([sample(args.size, number) for number in range(args.steps)]))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

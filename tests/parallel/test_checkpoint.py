@@ -273,7 +273,8 @@ def test_a_save_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path) -
 
 
 KILLED = """
-import os, signal, torchhalo
+import os, signal, torch, torchhalo
+torch.backends.cudnn.deterministic = True
 # For ranks that share a GPU.
 os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
 attempt, rank, save = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), torchhalo.Checkpoints.save
@@ -291,7 +292,9 @@ open(f"start-{attempt}-{rank}", "w").write(str(torchhalo.Checkpoints("checkpoint
 def run_block(code: str, folder: str) -> None:
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     code = code.replace('"checkpoints"', repr(folder)).replace("torch.distributed.destroy_process_group()", "")
-    execute(code, {}, DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "deterministic", True)
+        execute(code, {}, DEVICE)
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def monai_losses() -> Iterator[Case]:
     for distance in ("l1", "l2"):
         yield f"NACLLoss {distance}", m.NACLLoss(classes=3, dim=2, distance_type=distance), LOGITS, [LABELS[:, 0]]
     for mode in ("default", "GDL"):
-        distances = torch.tensor([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]]).numpy()
+        distances = np.array([[0, 1, 1], [1, 0, 0.5], [1, 0.5, 0]], np.float32)
         yield (
             f"GeneralizedWassersteinDiceLoss {mode}",
             m.GeneralizedWassersteinDiceLoss(distances, weighting_mode=mode),
