@@ -214,6 +214,33 @@ def test_other_ops_have_the_windows_moved(name: str) -> None:
         assert_parity(function, [x], mesh, [[Shard(3)]], 1e-11)
 
 
+@pytest.mark.parametrize("name", ["amax", "amin", "all", "any", "var", "var_mean", "mean", "vector_norm"])
+def test_reductions_over_other_dims_leave_the_windows(name: str) -> None:
+    """As in Hiera, whose queries are the largest of each unit of tokens."""
+    functions = {
+        "all": lambda t: (t > 0).all(1) * t.sum(1),
+        "any": lambda t: (t > 0).any(1) * t.sum(1),
+        "var_mean": lambda t: sum(torch.var_mean(t, 1)),
+        "vector_norm": lambda t: torch.linalg.vector_norm(t, dim=1),
+    }
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        b, h, w, c = x.shape
+        y = x.view(b, h // 2, 2, w // 3, 3, c).permute(0, 2, 4, 1, 3, 5).reshape(b, 6, h // 2 * (w // 3), c)
+        return functions.get(name, lambda t: getattr(t, name)(1))(y)
+
+    with simulated(4), torchhalo.strict():
+        mesh = init_device_mesh(DEVICE, (4,))
+        with maybe_disable_local_tensor_mode():
+            x = torch.randn(2, 4, 30, 3, dtype=torch.float64)
+        out = assert_parity(function, [x], mesh, [[Shard(2)]], 1e-11)
+        assert out.placements == (GridShard(1, (2, 10), 1, window=3),)
+        given = shard(x, mesh, [Shard(2)])
+        with wire() as sent:
+            function(given)
+    assert [each.name for each in sent] == ["all_to_all_single"], "the windows go with most of each, and no more"
+
+
 def check_processes() -> None:
     """Uneven shards of processes, eager and compiled."""
     torch.manual_seed(0)

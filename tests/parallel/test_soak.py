@@ -23,9 +23,9 @@ import torchhalo
 from torchhalo.ops import slicing
 from torchhalo.torch_internals import caching, constants, dtensors, fake_tensors
 
-RANKS, STEPS, HUGE_EVERY = 3, 500, 50
-COUNTED = 149, 299, 499  # the steps after which a process counts what it holds
-CACHE_SIZE = 1024  # less than usual, so that all is let go several times
+RANKS, STEPS, HUGE_EVERY = 3, 300, 30
+COUNTED = 89, 179, 299  # the steps after which a process counts what it holds
+CACHE_SIZE = 640  # less than usual, so that all is let go several times
 MIB = 2**20
 
 
@@ -133,7 +133,7 @@ def soak() -> tuple[list[float], dict[str, torch.Tensor], list[Held]]:
 
 
 @pytest.mark.slow
-def test_500_steps_of_changing_sizes(pool) -> None:
+def test_300_steps_of_changing_sizes(pool) -> None:
     model = made()
     expected = train(model)
     assert len(expected) == STEPS and sum(expected[-50:]) < 0.5 * sum(expected[:50]), "it learns"
@@ -144,8 +144,8 @@ def test_500_steps_of_changing_sizes(pool) -> None:
             torch.testing.assert_close(
                 state[name].cpu(), value.cpu(), rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
             )
-        # Of 200 steps: 0.1 MiB was seen of either, up or down; a step keeps more than that for its backward.
-        assert after.heap - before.heap < MIB, (before, after)
+        # Of 120 steps: 0.1 MiB was seen of either, up or down; a step keeps more than that for its backward.
+        assert after.heap - before.heap < MIB // 2, (before, after)
         assert after.resident - before.resident < 16 * MIB, "a heap in pieces gives less back: " + str((before, after))
         # Each step makes thousands.
         assert after.tensors <= before.tensors and after.objects - before.objects < 100, (before, after)
