@@ -22,6 +22,7 @@ from torchhalo.parallel.arrays import spatial_dims
 from torchhalo.tools import cli
 from torchhalo.tools.explain import explain, smallest_mesh
 from torchhalo.tools.launch import on_ranks, peak_memory
+from torchhalo.torch_internals import caching
 
 
 def deep() -> nn.Module:
@@ -134,6 +135,14 @@ def test_memory_is_that_of_a_run() -> None:
     found = explain(memory_hog, shape, (2,), train=True)
     for peak in on_ranks(run_hog, 2, shape):
         assert found.peak == pytest.approx(peak, rel=0.1)
+
+
+def test_memory_is_the_same_with_full_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are emptied in the middle, DTensor works out its rules again, on tensors of the size of the whole."""
+    expected = explain(memory_hog, (1, 3, 512, 256), (4,), train=True)
+    monkeypatch.setattr(caching, "CACHE_SIZE", 4)
+    found = explain(memory_hog, (1, 3, 512, 256), (4,), train=True)
+    assert [rank.peak for rank in found.ranks] == [rank.peak for rank in expected.ranks]
 
 
 def test_what_gathers_is_told() -> None:

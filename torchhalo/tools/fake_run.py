@@ -48,7 +48,7 @@ def observe_rank(
             inputs = [shard(x, mesh, dims) if x.ndim == inputs[0].ndim >= 3 else x for x in inputs]
             inputs = [x.detach().requires_grad_(given.requires_grad) for x, given in zip(inputs, sample, strict=True)]
             with gathers.watch(lambda gather: None):
-                _step(net, inputs, train)  # DTensor works out placements with whole tensors, once
+                _step(net, inputs, train)  # the first shows what attention wants moved, all others are as the second
             for tensor in [*net.parameters(), *inputs]:
                 tensor.grad = None
             observer = _Observer(net, inputs, place)

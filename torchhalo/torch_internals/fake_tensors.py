@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchhalo.torch_internals import caching
@@ -92,33 +94,36 @@ def fake_tensor_mode() -> Iterator[None]:
     """A context in which tensors have shapes and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _rules_from_decompositions():
+    with FakeTensorMode(allow_non_fake_inputs=True), _rules_apart():
         yield
 
 
 @contextmanager
-def _rules_from_decompositions() -> Iterator[None]:
-    """Let DTensor work out the rule of an op from what it is made of on tensors of its own: it fails on fake ones.
+def _rules_apart() -> Iterator[None]:
+    """Let DTensor work out its rules on whole tensors of its own, which are none of this rank's, outside of all modes.
 
-    Torch 2.11 has no such rules.
+    It does so where its caches do not know a rule, or no longer. Rules from what an op is made of fail on fake tensors; torch
+    2.11 has none.
     """
+    owners: list[tuple[Any, str]] = [(ShardingPropagator, "_propagate_tensor_meta_non_cached")]
     try:
         from torch.distributed.tensor._decompositions import DecompShardingStrategy
     except ImportError:
+        pass
+    else:
+        owners.append((DecompShardingStrategy, "propagate_strategy"))
+    with ExitStack() as scope:
+        for owner, name in owners:
+            scope.enter_context(mock.patch.object(owner, name, _apart(getattr(owner, name))))
         yield
-        return
-    rules: Any = DecompShardingStrategy
-    stock = rules.propagate_strategy
 
-    def apart(*args: Any) -> Any:
+
+def _apart(function: Callable[..., R]) -> Callable[..., R]:
+    def outside(*args: Any, **kwargs: Any) -> R:
         with _disable_current_modes():
-            return stock(*args)
+            return function(*args, **kwargs)
 
-    rules.propagate_strategy = apart
-    try:
-        yield
-    finally:
-        rules.propagate_strategy = stock
+    return outside
 
 
 def without_fakes(function: Callable[[], R]) -> R:
