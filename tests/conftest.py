@@ -22,7 +22,7 @@ import torchhalo
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Pool]]:
-    """Gloo processes by number of ranks, started when first asked for."""
+    """Processes by number of ranks, started when first asked for."""
     pools: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:

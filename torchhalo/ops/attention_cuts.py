@@ -58,22 +58,15 @@ class _Tensor(NamedTuple):
         return self.moved({axis: Shard(self.letters.index(letter)) for axis, letter in letters.items()})
 
 
-def attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **rest: Any,
-) -> Any:
+def attend(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
     """`F.scaled_dot_product_attention`, with samples or heads cut where that sends less."""
-    found = _fused((query, key, value), attn_mask, is_causal or dropout_p > 0 or attn_mask is not None)
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | named
+    found = _fused((query, key, value), options.get("attn_mask"), any(options.get(name) for name in ("dropout_p", "is_causal")))
     if found is None:
-        return dot_product(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+        return dot_product(query, key, value, *rest, **named)
     tensors, letters = found
     query, key, value = (each.cut_along(letters) for each in tensors)
-    out: Any = dot_product(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    out: Any = dot_product(query, key, value, *rest, **named)
     home = tensors[0].cuts("q")
     return _Tensor(out, "bhqd").moved(home)
 
@@ -83,7 +76,7 @@ def _fused(given: tuple[Any, ...], mask: Any, ordered: bool) -> tuple[list[_Tens
 
     Args:
         given: Queries, keys and values.
-        ordered: Whether it matters where in the order a token is.
+        ordered: Whether it matters where in the order a token is, also without a mask.
     """
     query, _, value = given
     if any(not isinstance(t, DTensor) or t.ndim != 4 or t.device_mesh != query.device_mesh for t in given):
@@ -100,7 +93,7 @@ def _fused(given: tuple[Any, ...], mask: Any, ordered: bool) -> tuple[list[_Tens
         return None
     sizes = [prod(map(int, t.shape)) for t in given]
     out = sizes[0] // int(query.shape[3]) * int(value.shape[3]) if query.shape[3] else 0
-    in_order = ordered and any(isinstance(p, GridShard) for cuts in axes for p in cuts.values())
+    in_order = (ordered or mask is not None) and any(isinstance(p, GridShard) for cuts in axes for p in cuts.values())
     # grids would be moved to have their order, and then gathered
     return (tensors, letters) if _less(sum(sizes) + out, sum(sizes[1:]), tensors, letters) or in_order else None
 
