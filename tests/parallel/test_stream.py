@@ -19,7 +19,7 @@ import torchhalo
 from models.streaming import result
 from models.zoo import ZOO
 from torchhalo.ops import randomness
-from torchhalo.parallel.streaming import prepare, schedule
+from torchhalo.parallel.streaming import execute, prepare, schedule
 from torchhalo.parallel.streaming.stream import size_of
 from torchhalo.tools.observe import Case, observe
 
@@ -121,6 +121,24 @@ def test_attention_is_no_draw() -> None:
         torch.testing.assert_close(torchhalo.stream(Attending(), shards=4)(x), Attending()(x))
 
 
+def test_a_kernel_may_return_nothing_for_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's attention does, where nobody asks for its logsumexp; here a layer norm, where nobody asks for statistics."""
+    compute, norm = execute.Executor._compute, torch.ops.aten.native_layer_norm.default
+    met = []
+
+    def without_statistics(self: execute.Executor, shard: int, instruction: Any) -> None:
+        if instruction.op is norm and len(instruction.results) == 3:
+            met.append(shard)
+            instruction = instruction._replace(op=lambda *args, **kwargs: (norm(*args, **kwargs)[0], None, None))
+        compute(self, shard, instruction)
+
+    monkeypatch.setattr(execute.Executor, "_compute", without_statistics)
+    model, x = nn.LayerNorm(6), torch.randn(1, 2, 8, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(torchhalo.stream(model, shards=2, dims=2)(x), model(x))
+    assert set(met) == {0, 1}
+
+
 def test_an_op_whose_rule_stock_dtensor_derives() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Hardswish(inplace=True))
     x = torch.randn(1, 1, 8, 6, generator=torch.Generator().manual_seed(0))
@@ -142,7 +160,6 @@ def test_the_budget_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by what the executor really holds, and what a kernel of CUDA takes for itself while it runs; with weights, their
     gradients and constants on top.
     """
-    from torchhalo.parallel.streaming import execute
 
     peaks = []
     act = execute.Executor._act
